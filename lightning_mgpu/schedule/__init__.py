@@ -1,0 +1,1 @@
+"""Schedules: who runs which microbatch when, as pure functions of two integers."""
