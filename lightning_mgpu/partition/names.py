@@ -1,0 +1,83 @@
+"""Names of modules and tensors below one root: what a recording, a placement and a checkpoint call them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lightning_mgpu.partition.fakes import named_weights
+
+__all__ = ["Names"]
+
+
+class Names:
+    """Gives every module and tensor below ``root`` its name; what is shared goes by its first one.
+
+    Attributes:
+        root: the module all names start from.
+        path_of: path by ``id`` of the module.
+        module_at: module by path, under each of its paths.
+        name_of: canonical name by ``id`` of the tensor.
+        tensors: parameter or buffer by canonical name.
+        kinds: ``"parameter"`` or ``"buffer"`` by canonical name.
+        aliases: every name of a tensor, by canonical name.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+        self.path_of: dict[int, str] = {}
+        self.module_at: dict[str, nn.Module] = {}
+        for path, module in root.named_modules(remove_duplicate=False):
+            self.path_of.setdefault(id(module), path)
+            self.module_at[path] = module
+        self.name_of: dict[int, str] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.kinds: dict[str, str] = {}
+        self.aliases: dict[str, list[str]] = {}
+        for kind, name, tensor in named_weights(root):
+            canonical = self.name_of.setdefault(id(tensor), name)
+            self.tensors.setdefault(canonical, tensor)
+            self.kinds.setdefault(canonical, kind)
+            self.aliases.setdefault(canonical, []).append(name)
+
+    def current(self, name: str) -> Tensor:
+        """Returns the parameter or buffer that the module holds under a name now."""
+        owner, _, attribute = name.rpartition(".")
+        module = self.module_at[owner]
+        found = module._parameters.get(attribute)
+        if found is None:
+            found = module._buffers[attribute]  # type: ignore[assignment]
+        assert found is not None
+        return found
+
+    @contextmanager
+    def scratch_buffers(self) -> Iterator[None]:
+        """Gives all modules copies of their buffers for a block, so that what it changes is forgotten."""
+        kept = [(m._buffers, dict(m._buffers)) for m in self.root.modules()]
+        copies: dict[int, Tensor] = {}
+        try:
+            for registry, before in kept:
+                for key, buffer in before.items():
+                    if buffer is not None:
+                        registry[key] = copies.setdefault(id(buffer), buffer.detach().clone())
+            yield
+        finally:
+            for registry, before in kept:
+                registry.clear()
+                registry.update(before)
+
+    def tensor_names(self, module: nn.Module) -> list[str]:
+        """Lists the canonical names of the parameters and buffers below a module."""
+        found = (self.name_of[id(t)] for _, _, t in named_weights(module) if id(t) in self.name_of)
+        return list(dict.fromkeys(found))
+
+    def modules_below(self, path: str) -> Iterable[tuple[str, nn.Module]]:
+        """Yields (canonical path, module) for a module and all below it, each once."""
+        for module in self.module_at[path].modules():
+            yield self.path_of[id(module)], module
+
+    def is_shared(self, name: str) -> bool:
+        """Says whether a tensor goes by several names."""
+        return len(self.aliases[name]) > 1

@@ -1,0 +1,333 @@
+"""Plans: for each kind of call of a module, how it is cut and dealt out; recorded once, reused while its guards hold."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor, nn
+
+from lightning_mgpu import tree
+from lightning_mgpu.errors import MgpuError, RecordingError
+from lightning_mgpu.microbatch import batch_size_of, num_microbatches_for, sizes_of
+from lightning_mgpu.partition.ambient import Ambient
+from lightning_mgpu.partition.assemble import make_stages
+from lightning_mgpu.partition.batch import Batching, Dim, batch_dims, split_tail
+from lightning_mgpu.partition.cost import weights_of
+from lightning_mgpu.partition.cut import CutRequest, Layout, cut, place
+from lightning_mgpu.partition.graph import Graph, Guard
+from lightning_mgpu.partition.guards import GuardChecks
+from lightning_mgpu.partition.names import Names
+from lightning_mgpu.partition.placement import Placement
+from lightning_mgpu.partition.program import Program, Store, compile_nodes
+from lightning_mgpu.partition.record import Recorder, Recording, StructureError
+from lightning_mgpu.partition.stage import Stage
+
+__all__ = ["CallPlan", "ModuleStore", "Planner"]
+
+_MAX_PLANS = 64
+_MANY_RECORDINGS = 32
+
+
+class ModuleStore:
+    """Finds modules and tensors below a root in this process."""
+
+    def __init__(self, names: Names) -> None:
+        self.names = names
+
+    def module(self, path: str) -> nn.Module:
+        return self.names.module_at[path]
+
+    def tensor(self, name: str) -> Tensor:
+        return self.names.current(name)
+
+    def set_buffer(self, name: str, value: Tensor) -> None:
+        owner, _, attribute = name.rpartition(".")
+        self.names.module_at[owner]._buffers[attribute] = value
+
+
+@dataclass
+class CallPlan:
+    """Says how one kind of call is carried out.
+
+    Attributes:
+        number: tells plans apart, also between processes.
+        sizes: rows of each microbatch, in order.
+        stages: the stages by rows of the microbatch.
+        tail: what runs on the lead once, on the gathered batch.
+        whole: recording of the whole batch.
+        input_dims: batch dimension of each tensor among the arguments, ``None`` for replicated ones.
+        guards: finds out whether the values the forward takes from tensors are what they were.
+    """
+
+    number: int
+    path: str
+    sizes: tuple[int, ...]
+    stages: dict[int, tuple[Stage, ...]]
+    batching: Batching
+    tail: Program
+    whole: Recording
+    layout: Layout
+    input_dims: tuple[Dim, ...]
+    guards: GuardChecks | None
+
+    @property
+    def graph(self) -> Graph:
+        return self.whole.graph
+
+    @property
+    def num_microbatches(self) -> int:
+        return len(self.sizes)
+
+    def stage_names(self) -> tuple[str, ...]:
+        """Names each stage by the layer that begins it."""
+        found = []
+        for nodes in self.layout.stages:
+            layers = [self.graph.nodes[i].target for i in nodes if self.graph.nodes[i].is_module]
+            found.append(str(layers[0]) if layers else "")
+        return tuple(found)
+
+
+class Planner:
+    """Makes and keeps the plans of the modules below one root.
+
+    Attributes:
+        placement: who owns what, fixed by the first plan of each module.
+        num_recordings: forwards recorded so far.
+    """
+
+    def __init__(self, root: nn.Module, num_stages: int, num_microbatches: int | Literal["auto"], request: CutRequest) -> None:
+        self.names = Names(root)
+        self.store: Store = ModuleStore(self.names)
+        self.recorder = Recorder(self.names)
+        self.placement = Placement(num_stages)
+        self.num_microbatches = num_microbatches
+        self.request = request
+        self.num_recordings = 0
+        self.fetch: Callable[[], AbstractContextManager[None]] | None = None
+        self._plans: OrderedDict[Any, list[CallPlan]] = OrderedDict()
+        self._numbers = itertools.count()
+        self._replicated: dict[Any, set[int]] = {}
+        self._warned = False
+        self._planned: set[str] = set()
+        self._dropped: list[int] = []
+
+    def is_planned(self, path: str) -> bool:
+        """Says whether a module has a plan already, so that its parameters are placed."""
+        return path in self._planned
+
+    def take_dropped(self) -> list[int]:
+        """Returns the numbers of the plans that were dropped since it was last asked."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def find(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Tensor], bool]:
+        """Finds the plan for one call, or makes it.
+
+        Args:
+            path: path of the called module.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            The plan, the tensors among the arguments, and whether the plan is new.
+
+        Raises:
+            RecordingError: where the forward can't be recorded, or there is no tensor among the arguments.
+            PartitionError: where it can't be cut.
+        """
+        leaves, spec = tree.flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        unique = list({id(t): t for t in tensors}.values())
+        if not unique:
+            raise RecordingError(
+                f"the call of {self._describe(path)} got no tensor, so there is no batch to split; pass the batch's tensors "
+                'as arguments, or pipeline another module with module="..."'
+            )
+        signature = self._signature(path, leaves, spec)
+        known = self._plans.get(signature, [])
+        for plan in known:
+            if plan.whole.attributes.changed() is None and self._guards_hold(plan, unique):
+                self._plans.move_to_end(signature)
+                return plan, unique, False
+        plan = self.make(path, args, kwargs, unique, spec)
+        self._plans.setdefault(signature, []).insert(0, plan)
+        self._bound()
+        return plan, unique, True
+
+    def _describe(self, path: str) -> str:
+        return f"{path} ({type(self.names.module_at[path]).__name__})" if path else type(self.names.root).__name__
+
+    def _bound(self) -> None:
+        while sum(map(len, self._plans.values())) > _MAX_PLANS:
+            oldest = next(iter(self._plans))
+            self._dropped.append(self._plans[oldest].pop().number)
+            if not self._plans[oldest]:
+                del self._plans[oldest]
+        most = max(map(len, self._plans.values()))
+        if most > _MANY_RECORDINGS and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the forward was recorded {most} times for batches of one shape, since Python values that it takes from "
+                "tensors or attributes keep changing; every new value costs a recording",
+                stacklevel=4,
+            )
+
+    def _signature(self, path: str, leaves: Sequence[Any], spec: tree.Spec) -> Any:
+        module = self.names.module_at[path]
+        modes = tuple(m.training for m in module.modules())
+        flags = tuple(p.requires_grad for p in module.parameters())
+        described = tuple(_described(leaf) for leaf in leaves)
+        return path, _spec_key(spec), described, modes, flags, Ambient.current().without_inference()
+
+    # -- guards ----------------------------------------------------------------------------------------------------
+
+    def _guards_hold(self, plan: CallPlan, tensors: Sequence[Tensor]) -> bool:
+        if plan.guards is None:
+            return True
+        environment = dict(zip(dict.fromkeys(plan.graph.inputs), (t.detach() for t in tensors), strict=True))
+        return plan.guards.hold(environment, self.store)
+
+    # -- making a plan ---------------------------------------------------------------------------------------------
+
+    def make(
+        self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], spec: tree.Spec
+    ) -> CallPlan:
+        """Records one call and cuts it, placing what has no owner yet."""
+        while True:
+            num_promoted = len(self.recorder.promoted)
+            whole = self._record(path, args, kwargs, None)
+            micro, dims, sizes = self._microbatches(path, args, kwargs, whole, tensors, spec)
+            if len(self.recorder.promoted) == num_promoted:
+                break  # otherwise the recordings saw different leaves: once more
+        batching = split_tail(whole.graph, dims)
+        layout = cut(whole.graph, batching, self.names, self.placement, self.request, path)
+        place(whole.graph, batching, layout, self.names, self.placement, path)
+        self._planned.add(path)
+        stages = {rows: self._stages(recording, batching, layout) for rows, recording in micro.items()}
+        inputs = tuple(batching.dims[r] for r in dict.fromkeys(whole.graph.inputs))
+        tail = self._tail(whole.graph, batching)
+        guards = GuardChecks(whole.graph) if whole.graph.guards else None
+        whole.tensors.clear()
+        return CallPlan(next(self._numbers), path, sizes, stages, batching, tail, whole, layout, inputs, guards)
+
+    def _stages(self, recording: Recording, batching: Batching, layout: Layout) -> tuple[Stage, ...]:
+        return make_stages(
+            recording,
+            batching,
+            layout,
+            store=self.store,
+            names_of=lambda index: weights_of(recording.graph, index, self.names),
+            simple_values=lambda leaf: recording.attributes.simple_values(self.names.module_at[leaf]),
+        )
+
+    def _record(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], answers: Sequence[Guard] | None) -> Recording:
+        self.num_recordings += 1
+        with self._weights_for_promoted():
+            return self.recorder.record(self.names.module_at[path], args, kwargs, answers=answers)
+
+    @contextmanager
+    def _weights_for_promoted(self) -> Iterator[None]:
+        """Brings the weights of promoted modules here, since a recording runs those for real."""
+        if self.fetch is None or not self.recorder.promoted:
+            yield
+            return
+        with self.fetch():
+            yield
+
+    def _microbatches(
+        self,
+        path: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        whole: Recording,
+        tensors: Sequence[Tensor],
+        spec: tree.Spec,
+    ) -> tuple[dict[int, Recording], list[Dim] | None, tuple[int, ...]]:
+        batch_size = batch_size_of(tensors)
+        count = 1 if batch_size is None else num_microbatches_for(self.num_microbatches, self.placement.num_stages, batch_size)
+        failure: Exception | None = None
+        while batch_size is not None and count > 1:
+            sizes = sizes_of(batch_size, count)
+            for split in self._splits(path, spec, tensors, batch_size):
+                try:
+                    micro = {
+                        rows: self._record(path, *_narrowed(args, kwargs, tensors, split, rows), whole.graph.guards)
+                        for rows in dict.fromkeys(sizes)
+                    }
+                    found = [batch_dims(whole.graph, r.graph, batch_size, rows) for rows, r in micro.items()]
+                    if any(dims != found[0] for dims in found):
+                        raise StructureError("microbatches of different sizes carry the batch differently")
+                except MgpuError:
+                    raise
+                except Exception as error:  # whatever fails on fewer rows works on the whole batch
+                    failure = error
+                    continue
+                if failure is not None:
+                    self._warn_fewer(path, batch_size, count, failure)
+                return micro, found[0], sizes
+            count //= 2
+        if failure is not None and batch_size is not None:
+            self._warn_fewer(path, batch_size, 1, failure)
+        return {batch_size or 1: whole}, None, (batch_size or 1,)
+
+    def _splits(self, path: str, spec: tree.Spec, tensors: Sequence[Tensor], batch_size: int) -> Iterator[set[int]]:
+        """Yields the ways to choose the tensors that are split: all with the batch's first dimension, less known others.
+
+        A square one, as a mask of as many positions as there happen to be rows, is tried as split first, as replicated
+        next.
+        """
+        known = self._replicated.setdefault((path, _spec_key(spec)), set())
+        known.update(i for i, t in enumerate(tensors) if t.ndim == 0 or t.shape[0] != batch_size)
+        split = {i for i in range(len(tensors)) if i not in known}
+        yield split
+        square = {i for i in split if tensors[i].ndim >= 2 and tensors[i].shape[0] == tensors[i].shape[1]}
+        if square and square != split:
+            yield split - square
+
+    def _warn_fewer(self, path: str, batch_size: int, count: int, failure: Exception) -> None:
+        warnings.warn(
+            f"{self._describe(path)} is run in {count} microbatch{'es' * (count > 1)} for a batch of {batch_size} rows, since "
+            f"its forward does not work the same on fewer rows: {type(failure).__name__}: {failure}",
+            stacklevel=6,
+        )
+
+    def _tail(self, graph: Graph, batching: Batching) -> Program:
+        made = {r for i in batching.body for r in graph.nodes[i].outputs}
+        writes = {n: r for n, r in graph.buffer_writes.items() if r not in made or batching.dims[r] is not None}
+        results = graph.output_registers
+        return compile_nodes(graph, batching.tail, results, store=self.store, buffer_writes=writes)
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
+    if isinstance(leaf, np.ndarray):
+        return leaf.shape, leaf.dtype.str, leaf.tobytes()
+    try:
+        hash(leaf)
+    except TypeError:
+        try:
+            return type(leaf), pickle.dumps(leaf)
+        except Exception:  # what can't be pickled is told apart by identity
+            return type(leaf), id(leaf)
+    return type(leaf), leaf
+
+
+def _spec_key(spec: tree.Spec) -> Any:
+    return str(spec)
+
+
+def _narrowed(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], split: set[int], rows: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Takes the first ``rows`` rows of the tensors that are split."""
+    first = {id(t): t[:rows] if i in split else t for i, t in enumerate(tensors)}
+    return tree.map_tensors(lambda t: first[id(t)], (args, kwargs))  # type: ignore[no-any-return]

@@ -1,0 +1,183 @@
+"""Stages: one program per process, run for each microbatch of a call, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_mgpu.errors import RecordingError
+from lightning_mgpu.partition.batchnorm import DeferredStatistics
+from lightning_mgpu.partition.program import Environment, Program, Store
+
+__all__ = ["Crossing", "Stage", "StageRun"]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Is a tensor on its way between stages, or between a stage and the caller.
+
+    Attributes:
+        register: its register.
+        shape, dtype: what the recording saw.
+        requires_grad: whether a gradient comes back for it.
+        reached_by: positions among the wanted tensors whose gradient reaches it; it gets one when any of them does.
+    """
+
+    register: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    reached_by: frozenset[int]
+
+    def has_gradient(self, given: frozenset[int]) -> bool:
+        """Says whether a gradient comes back when the wanted tensors in ``given`` have one."""
+        return self.requires_grad and not self.reached_by.isdisjoint(given)
+
+
+@dataclass
+class Stage:
+    """Is what one process runs for one microbatch.
+
+    Attributes:
+        program: the steps.
+        receives: registers that come from the stage before, in order, with their description.
+        sends: registers that go to the stage after, in order, with their description; the last stage's go to the caller.
+        inputs: registers of arguments the stage takes from the caller directly: all it needs on the first and on the
+            last stage, none on the others.
+        names: parameters and buffers it uses.
+    """
+
+    index: int
+    program: Program
+    receives: tuple[Crossing, ...]
+    sends: tuple[Crossing, ...]
+    inputs: tuple[Crossing, ...]
+    names: tuple[str, ...]
+
+
+class StageRun:
+    """Runs one stage for the microbatches of one call, and their backwards.
+
+    Keeps for each microbatch what its backward needs: the received tensors, whose gradients go back, and the sent ones.
+    """
+
+    def __init__(self, store: Store, num_microbatches: int, *, grad: bool, inference: bool, seed: int) -> None:
+        self.store = store
+        self.num_microbatches = num_microbatches
+        self.grad = grad
+        self.inference = inference
+        self.seed = seed
+        self.statistics = DeferredStatistics() if num_microbatches > 1 else None
+        self._kept: dict[int, tuple[Stage, Environment, dict[int, Tensor]]] = {}
+
+    def forward(self, stage: Stage, microbatch: int, received: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Runs the stage on one microbatch.
+
+        Args:
+            stage: the stage, for this microbatch's size.
+            microbatch: index of the microbatch.
+            received: tensors of ``stage.receives``.
+            inputs: tensors of ``stage.inputs``.
+
+        Returns:
+            The tensors of ``stage.sends``, without gradient history.
+
+        Raises:
+            RecordingError: where a tensor is not what the recording saw.
+        """
+        environment: Environment = {}
+        leaves: dict[int, Tensor] = {}
+        given = [*zip(stage.receives, received, strict=True), *zip(stage.inputs, inputs, strict=True)]
+        for crossing, tensor in given:
+            leaf = tensor.detach()
+            if self.grad and crossing.requires_grad:
+                leaf.requires_grad_()
+                leaves[crossing.register] = leaf
+            environment[crossing.register] = leaf
+        with _seeded(self.seed, stage.index, microbatch):
+            environment = stage.program.run(
+                environment, self.store, microbatch=microbatch, num_microbatches=self.num_microbatches,
+                statistics=self.statistics, inference=self.inference,
+            )  # fmt: skip
+        sent: Environment = {}
+        for crossing in stage.sends:
+            value = environment[crossing.register]
+            _check_meta(value, crossing, stage, grad=self.grad)
+            sent[crossing.register] = value
+        if self.grad:
+            self._kept[microbatch] = (stage, sent, leaves)
+        if microbatch == self.num_microbatches - 1 and self.statistics is not None:
+            self.statistics.commit()
+        return [value.detach() for value in sent.values()]
+
+    def backward(
+        self, microbatch: int, gradients: Mapping[int, Tensor], *, retain: bool, accumulate: bool
+    ) -> dict[int, Tensor]:
+        """Runs the backward of one microbatch.
+
+        Args:
+            microbatch: index of the microbatch.
+            gradients: the gradients of sent tensors, by register; what is missing has none.
+            retain: whether another backward of the same call may follow.
+            accumulate: whether parameters' gradients are added up, as ``loss.backward()`` does and
+                ``torch.autograd.grad`` does not.
+
+        Returns:
+            The gradients of received tensors and inputs, by register; what has none is missing.
+        """
+        _, sent, leaves = self._kept[microbatch] if retain else self._kept.pop(microbatch)
+        pairs = [(sent[r], gradient) for r, gradient in gradients.items() if sent[r].requires_grad]
+        roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
+        if not roots:
+            return {}
+        if accumulate:
+            for leaf in leaves.values():
+                leaf.grad = None
+            torch.autograd.backward(roots, seeds, retain_graph=retain)
+            found = {register: leaf.grad for register, leaf in leaves.items()}
+            for leaf in leaves.values():
+                leaf.grad = None
+        elif leaves:
+            grads = torch.autograd.grad(roots, list(leaves.values()), seeds, retain_graph=retain, allow_unused=True)
+            found = dict(zip(leaves, grads, strict=True))
+        else:
+            found = {}
+        return {register: gradient for register, gradient in found.items() if gradient is not None}
+
+
+def _check_meta(value: Tensor, meta: Crossing, stage: Stage, *, grad: bool) -> None:
+    if tuple(value.shape) != meta.shape or value.dtype != meta.dtype:
+        raise RecordingError(
+            f"stage {stage.index} made a tensor of shape {tuple(value.shape)} and {value.dtype} where the recording saw "
+            f"{meta.shape} and {meta.dtype}: its shape follows from numbers in the batch or from weights; put the calls "
+            "that make it and use it into one submodule"
+        )
+    if grad and value.requires_grad and not meta.requires_grad:
+        raise RecordingError(
+            f"stage {stage.index} made a tensor of shape {meta.shape} that needs a gradient where the recording saw none"
+        )
+
+
+class _seeded:  # noqa: N801 - used as a context manager
+    """Gives one stage and microbatch random numbers of their own, and puts the generators back at the end.
+
+    The lead's generators are never advanced by a stage, so the user's own draws are those of one device.
+    """
+
+    def __init__(self, seed: int, stage: int, microbatch: int) -> None:
+        self.seed = (seed * 1_000_003 + stage * 10_007 + microbatch) % (2**63)
+
+    def __enter__(self) -> None:
+        self.cpu = torch.get_rng_state()
+        self.cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
+        torch.default_generator.manual_seed(self.seed)
+        if self.cuda is not None:
+            torch.cuda.manual_seed(self.seed)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.cuda is not None:
+            torch.cuda.set_rng_state(self.cuda)
