@@ -1,0 +1,1 @@
+"""Runs the stages: the lead, its workers, and what passes between them."""

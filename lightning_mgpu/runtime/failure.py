@@ -1,0 +1,138 @@
+"""What happens when a stage fails: the first cause is found, all comes home, workers end, one exception is raised."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from lightning_mgpu.errors import MgpuError, StageError
+from lightning_mgpu.runtime import messages as m
+from lightning_mgpu.runtime.dataplane import CommunicationError
+from lightning_mgpu.runtime.workers import WorkerGone
+
+if TYPE_CHECKING:
+    from lightning_mgpu.runtime.lead import Lead
+
+__all__ = ["Failures", "RemoteTraceback"]
+
+_REPORT_WAIT_S = 1.0
+_SURRENDER_WAIT_S = 60.0
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - it is no error of its own
+    """Carries the traceback of another process as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class Failures:
+    """Turns whatever goes wrong during an exchange with the workers into one exception, with the module whole again."""
+
+    def __init__(self, lead: Lead) -> None:
+        self.lead = lead
+        self._inside = False
+
+    @contextmanager
+    def guarded(self, doing: str) -> Iterator[None]:
+        """Runs an exchange with the workers.
+
+        Args:
+            doing: what is being done, for the message.
+
+        Raises:
+            StageError: where a stage failed, the remote exception as its cause.
+        """
+        if self._inside:
+            yield
+            return
+        self._inside = True
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error, doing)
+        finally:
+            self._inside = False
+
+    def _fail(self, error: BaseException, doing: str) -> None:
+        lead = self.lead
+        engine = lead.running_engine
+        where = (lead.index, engine.microbatch, engine.doing) if engine is not None else (lead.index, None, doing)
+        reports: Mapping[int, m.Failure | None] = {}
+        ends: dict[int, str] = {}
+        broken = isinstance(error, (CommunicationError, WorkerGone, EOFError, OSError))
+        if broken:
+            reports = lead.workers.autopsy(_REPORT_WAIT_S)
+            ends = {stage: lead.workers.how_it_ended(stage) for stage, report in reports.items() if report is None}
+        lost = self._bring_home()
+        note = ""
+        if lost:
+            note = (
+                f"; the values of {len(lost)} tensors ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}) went with it "
+                "and are NaN now: load a checkpoint before going on"
+            )
+        if not broken:
+            if not isinstance(error, Exception) or isinstance(error, MgpuError) or where[1] is None:
+                raise error
+            raise StageError(
+                self._text(*where, f"{type(error).__name__}: {error}{note}"), stage=where[0], microbatch=where[1]
+            ) from error
+        raise self._of_reports(reports, ends, error, doing, note)
+
+    def _text(self, stage: int, microbatch: int | None, doing: str, summary: str) -> str:
+        lead = self.lead
+        place = f"stage {stage} of {lead.num_stages} ({lead.workers.devices[stage]})"
+        when = f" in microbatch {microbatch}" if microbatch is not None else ""
+        return f"{place} failed{when} ({doing}): {summary}"
+
+    def _of_reports(
+        self, reports: Mapping[int, m.Failure | None], ends: Mapping[int, str], error: BaseException, doing: str, note: str
+    ) -> StageError:
+        """Chooses the first cause: the earliest report that is no communication error, or a process that left none."""
+        causes = [r for r in reports.values() if r is not None and not r.is_communication]
+        if causes:
+            first = min(causes, key=lambda r: r.raised_at_s)
+            failure = StageError(
+                self._text(first.stage, first.microbatch, first.doing, f"{first.summary}{note}"),
+                stage=first.stage,
+                microbatch=first.microbatch,
+            )
+            failure.__cause__ = _cause_of(first)
+            return failure
+        if ends:
+            stage, how = next(iter(ends.items()))
+            return StageError(self._text(stage, None, doing, f"its process {how}{note}"), stage=stage)
+        failure = StageError(f"the stages lost touch during {doing}: {error}{note}", stage=self.lead.index)
+        failure.__cause__ = error
+        return failure
+
+    def _bring_home(self) -> list[str]:
+        """Takes everything home that can still be had and ends the workers."""
+        lead = self.lead
+        states: list[list[Mapping[str, object]]] = []
+        was_away = lead.home.away
+        for pickled in lead.workers.surrender(_SURRENDER_WAIT_S).values():
+            if pickled is None:
+                continue
+            with contextlib.suppress(Exception):
+                tensors, gradients, optimizers = pickle.loads(pickled)
+                lead.home.put(tensors, gradients)
+                states.append(optimizers)
+        lost = lead.home.give_up()
+        if was_away:
+            lead.take_optimizer_states(states)
+        lead.start_over()
+        return lost
+
+
+def _cause_of(report: m.Failure) -> BaseException:
+    remote = RemoteTraceback(report.traceback)
+    cause: BaseException = RuntimeError(report.summary)
+    if report.exception is not None:
+        with contextlib.suppress(Exception):
+            cause = pickle.loads(report.exception)
+    cause.__cause__ = remote
+    return cause

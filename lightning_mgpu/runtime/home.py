@@ -1,0 +1,165 @@
+"""Where values are: on the lead, or away with their owners; and how they get from one to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mgpu.partition.plan import CallPlan
+from lightning_mgpu.runtime import messages as m
+from lightning_mgpu.runtime.pack import pack
+from lightning_mgpu.runtime.placeholder import hide, is_hidden, restore
+
+if TYPE_CHECKING:
+    from lightning_mgpu.runtime.lead import Lead
+
+__all__ = ["Home"]
+
+
+class Home:
+    """Knows what each worker has of the module.
+
+    Attributes:
+        away: whether values live with their owners now.
+        modes: the ``training`` flags each worker knows, by path.
+        needs: the ``requires_grad`` flags each worker knows, by name.
+    """
+
+    def __init__(self, lead: Lead) -> None:
+        self.lead = lead
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts over: workers know nothing, everything is here."""
+        stages = self.lead.workers.stages
+        self.away = False
+        self._sent: dict[int, set[str]] = {j: set() for j in stages}
+        self._modules: dict[int, dict[int, str]] = {j: {} for j in stages}
+        self.modes: dict[int, dict[str, bool]] = {j: {} for j in stages}
+        self.needs: dict[int, dict[str, bool]] = {j: {} for j in stages}
+
+    def names_at(self, stage: int) -> Mapping[int, str]:
+        """Returns the name by ``id`` of the tensors a worker has."""
+        tensors = self.lead.planner.names.tensors
+        return {id(tensors[name]): name for name in self._sent[stage]}
+
+    def modules_at(self, stage: int) -> Mapping[int, str]:
+        """Returns the path by ``id`` of the modules a worker has."""
+        return self._modules[stage]
+
+    def send_tensors(self) -> bool:
+        """Sends owners the tensors they lack, or have an old value of.
+
+        Returns:
+            Whether anything was sent.
+        """
+        lead, names = self.lead, self.lead.planner.names
+        fresh = False
+        for stage in lead.workers.stages:
+            owned = lead.planner.placement.owned_by(stage)
+            lacking = [n for n in owned if n not in self._sent[stage]]
+            if not lacking:
+                continue
+            fresh = True
+            values = {n: names.current(n).detach().requires_grad_(names.tensors[n].requires_grad) for n in lacking}
+            primary = lead.planner.placement.primary
+            gradients = {n: names.tensors[n].grad for n in lacking if primary(n) == stage and names.tensors[n].grad is not None}
+            packed = pack((values, gradients), what="parameters")
+            kinds = {n: names.kinds[n] for n in lacking}
+            lead.workers.tell(stage, m.Load(packed.header(), kinds), packed)
+            self._sent[stage].update(lacking)
+            self.needs[stage].update({n: t.requires_grad for n, t in values.items()})
+        if lead.workers.plane is not None:
+            lead.workers.plane.flush()
+        return fresh
+
+    def send_modules(self, plan: CallPlan) -> None:
+        """Sends workers the leaf modules of a plan that they lack."""
+        lead, names = self.lead, self.lead.planner.names
+        for stage in lead.workers.stages:
+            known = set(self._modules[stage].values())
+            wanted = {p for every in plan.stages.values() for p in every[stage].program.modules()} - known
+            if not wanted:
+                continue
+            modules = {path: names.module_at[path] for path in sorted(wanted)}
+            with lead.patches.lifted():
+                packed = pack(modules, names=self.names_at(stage), modules=self._modules[stage], what="modules")
+            lead.workers.tell(stage, m.Ship(packed.header()), packed)
+            self._modules[stage].update({id(module): path for path, module in modules.items()})
+            self.modes[stage].update({path: module.training for path, module in modules.items()})
+        if lead.workers.plane is not None:
+            lead.workers.plane.flush()
+
+    def hide(self) -> None:
+        """Puts placeholders in the place of what lives elsewhere."""
+        names, placement = self.lead.planner.names, self.lead.planner.placement
+        for name, stages in placement.owners.items():
+            if self.lead.index not in stages:
+                hide(names.current(name), name, max(stages))
+        self.away = True
+
+    def versions(self) -> dict[str, tuple[int, int, int]]:
+        """Returns what changes when a tensor or its gradient is written, by name."""
+        names, found = self.lead.planner.names, {}
+        for name in self.lead.planner.placement.owners:
+            tensor = names.current(name)
+            gradient = tensor.grad if isinstance(tensor, nn.Parameter) else None
+            found[name] = (
+                id(tensor.untyped_storage()._cdata), tensor._version, -1 if gradient is None else gradient._version
+            )  # fmt: skip
+        return found
+
+    def send_changes(self, before: Mapping[str, tuple[int, int, int]]) -> None:
+        """Sends owners what was written since ``before``."""
+        now = self.versions()
+        changed = {name for name in now if now[name] != before[name]}
+        for sent in self._sent.values():
+            sent.difference_update(changed)
+        self.send_tensors()
+
+    def stay(self) -> None:
+        """Makes what was brought home the truth; workers' copies are old from now on."""
+        self.away = False
+        for sent in self._sent.values():
+            sent.clear()
+
+    def bring(self) -> None:
+        """Brings values and gradients home, for as long as the block that asked for them; `hide` sends them off again."""
+        lead, names = self.lead, self.lead.planner.names
+        asked: dict[int, list[str]] = {j: [] for j in lead.workers.stages}
+        for name, stages in lead.planner.placement.owners.items():
+            if lead.index not in stages:
+                asked[max(stages)].append(name)
+        stages_asked = list(asked)
+        values = lead.workers.collect(stages_asked, "values", list(asked.values()))
+        parameters = [[n for n in wanted if names.kinds[n] == "parameter"] for wanted in asked.values()]
+        gradients = lead.workers.collect(stages_asked, "gradients", parameters)
+        for of_stage, grads in zip(values, gradients, strict=True):
+            self.put(of_stage, grads)
+
+    def put(self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
+        """Gives hidden tensors their values back."""
+        names = self.lead.planner.names
+        for name, value in values.items():
+            tensor = names.current(name)
+            if is_hidden(tensor):
+                restore(tensor, value, gradients.get(name))
+
+    def give_up(self) -> list[str]:
+        """Fills what can't be brought home any more with NaN, so that nothing stale is taken for the truth.
+
+        Returns:
+            The names of what is lost.
+        """
+        names = self.lead.planner.names
+        lost = [name for name in names.tensors if is_hidden(names.current(name))]
+        for name in lost:
+            tensor = names.current(name)
+            shape, dtype, device = tensor.shape, tensor.dtype, tensor.device
+            filler = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+            restore(tensor, torch.full(shape, filler, dtype=dtype, device=device))
+        self.forget()
+        return lost

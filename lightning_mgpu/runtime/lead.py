@@ -1,0 +1,531 @@
+"""The lead: the user's own process. It holds the last stage, plans calls, places parameters, and speaks to the workers.
+
+A call of a pipelined module goes through here in this order: find its plan (`_plan`), place what has no owner yet
+(`_place`), run the forward over the stages (`run_forward`), and later its backward (`run_backward`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mgpu import tree
+from lightning_mgpu.partition.cut import CutRequest
+from lightning_mgpu.partition.gather import deal_inputs, finish, gather
+from lightning_mgpu.partition.plan import CallPlan, Planner
+from lightning_mgpu.partition.selfcheck import check_plan
+from lightning_mgpu.runtime import messages as m
+from lightning_mgpu.runtime.engine import Engine
+from lightning_mgpu.runtime.failure import Failures
+from lightning_mgpu.runtime.gradients import clip, norms, total_norm
+from lightning_mgpu.runtime.home import Home
+from lightning_mgpu.runtime.pack import pack
+from lightning_mgpu.runtime.patches import Patches
+from lightning_mgpu.runtime.placeholder import is_hidden
+from lightning_mgpu.runtime.remote import Anchor, RemoteCall, call_remotely
+from lightning_mgpu.runtime.sharing import Share, add_up, lend, take_back
+from lightning_mgpu.runtime.steps import hyperparameters, owned_part
+from lightning_mgpu.runtime.workers import Workers
+from lightning_mgpu.timeline import Event, Timeline
+
+__all__ = ["Lead"]
+
+_MAX_TIMED_CALLS = 16
+
+
+class Lead:
+    """Runs the modules below one root over a set of stages.
+
+    Attributes:
+        planner: plans of calls, and the placement.
+        workers: the processes of the other stages.
+        placed: whether parameters live with their stages now, rather than all on the lead.
+        timed: whether calls are recorded for a timeline.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        workers: Workers,
+        *,
+        num_microbatches: int | Literal["auto"] = "auto",
+        request: CutRequest | None = None,
+        self_check: bool | Literal["auto"] = "auto",
+        patches: Patches | None = None,
+    ) -> None:
+        self.root = root
+        self.workers = workers
+        self.num_stages = workers.num_stages
+        self.planner = Planner(root, self.num_stages, num_microbatches, request or CutRequest())
+        self.planner.fetch = self.shown
+        self.self_check = self_check
+        self.patches = patches or Patches()
+        self.anchor = Anchor()
+        self.optimizers: list[Optimizer] = []
+        self.expects_training = False
+        self.timed = False
+        self.events: list[Event] = []
+        self.stage_names: tuple[str, ...] = ()
+        self.home = Home(self)
+        self.failures = Failures(self)
+        self.running_engine: Engine | None = None
+        self._parts: list[Optimizer] | None = None
+        self._calls = itertools.count()
+        self._freed: list[int] = []
+        self._seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
+        self._known_plans: set[int] = set()
+        self._last_plan = -1
+
+    # -- what is where ---------------------------------------------------------------------------------------------
+
+    @property
+    def index(self) -> int:
+        """The lead's own stage."""
+        return self.num_stages - 1
+
+    @property
+    def placed(self) -> bool:
+        return self.home.away
+
+    @property
+    def engine(self) -> Engine:
+        if self.running_engine is None:
+            self.workers.ready()
+            self.running_engine = Engine(
+                self.index, self.num_stages, self.planner.store, self.workers.plane, self.workers.devices[self.index]
+            )
+        return self.running_engine
+
+    def is_placed(self, module: nn.Module) -> bool:
+        """Says whether any tensor of a module has an owner other than the lead alone."""
+        owners = self.planner.placement.owners
+        return any(owners.get(n, frozenset({self.index})) != {self.index} for n in self.planner.names.tensor_names(module))
+
+    # -- a call ----------------------------------------------------------------------------------------------------
+
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answers the forward of one module.
+
+        Args:
+            path: path of the module below the root.
+            args: positional arguments.
+            kwargs: keyword arguments.
+
+        Returns:
+            What the forward returns on one device.
+
+        Raises:
+            RecordingError, PartitionError, SelfCheckError: where the forward can't be run in stages.
+            StageError: where a stage failed.
+        """
+        plan, tensors = self._plan(path, args, kwargs)
+        parameters = (
+            self.planner.names.tensors[n] for n in self.planner.names.tensor_names(self.planner.names.module_at[path])
+        )
+        trains = any(t.requires_grad for t in tensors) or any(t.requires_grad for t in parameters)
+        grad = torch.is_grad_enabled() and trains
+        inputs = deal_inputs(plan, [t.detach() for t in tensors])
+        call = RemoteCall(self, plan, next(self._calls), inputs, grad=grad)
+        whole = call_remotely(call, tensors)
+        inference = torch.is_inference_mode_enabled()
+        result, stored = finish(plan, tensors, whole, self.planner.store, inference=inference)
+        for (owner, name), value in stored.items():
+            setattr(self.planner.names.module_at[owner], name, value)
+        return result
+
+    def seed_of(self, number: int) -> int:
+        """Returns the seed of one call's random numbers; the user's own generators are never advanced by a call."""
+        return self._seed * 65_537 + number
+
+    def _plan(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Tensor]]:
+        first = not self.planner.is_planned(path)
+        if first and self.expects_training:
+            self._plan_training_first(path, args, kwargs)
+        plan, tensors, new = self.planner.find(path, args, kwargs)
+        if new and first:
+            self._check(plan, args, kwargs, tensors)
+        if new or not self.placed or plan.number not in self._known_plans:
+            self._place(plan)
+        return plan, tensors
+
+    def _plan_training_first(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plans and checks the call as a training step would make it, so that the cuts suit training.
+
+        The first call of a fit is the sanity validation, in eval mode and without gradients. What can't be recorded in
+        training mode is left for the first training step to report.
+        """
+        module = self.planner.names.module_at[path]
+        modes = [(child, child.training) for child in module.modules()]
+        plain = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        if plain and any(training for _, training in modes):
+            return
+        try:
+            module.train()
+            with torch.inference_mode(False), torch.enable_grad():
+                args, kwargs = tree.map_tensors(lambda t: t.clone() if t.is_inference() else t, (args, kwargs))
+                plan, tensors, _ = self.planner.find(path, args, kwargs)
+                self._check(plan, args, kwargs, tensors)
+        finally:
+            for child, training in modes:
+                child.training = training
+
+    def _check(self, plan: CallPlan, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+        if self.self_check is False or self.placed:
+            return
+        if self.self_check == "auto" and not self._fits(plan.path):
+            warnings.warn(
+                f"the stages of {plan.path or type(self.root).__name__} are not compared with its own forward, since it does "
+                "not fit this device; use self_check=False to silence this, or check a smaller copy of the model",
+                stacklevel=6,
+            )
+            return
+        check_plan(self.planner, plan, args, kwargs, tensors)
+
+    def _fits(self, path: str) -> bool:
+        return not any(t.is_meta for t in self.planner.names.module_at[path].parameters())
+
+    # -- placing ---------------------------------------------------------------------------------------------------
+
+    def _place(self, plan: CallPlan) -> None:
+        """Gives workers what they lack for a plan: tensors, modules, optimizers, and the plan."""
+        if not self.stage_names:
+            self.stage_names = plan.stage_names()
+        if self.num_stages == 1:
+            self._known_plans.add(plan.number)
+            return
+        with self.failures.guarded("placement"):
+            _ = self.engine
+            fresh = self.home.send_tensors()
+            self.home.send_modules(plan)
+            if fresh or self._parts is None:
+                self._send_optimizers()
+            self._drop_old_plans()
+            if plan.number not in self._known_plans:
+                self._send_plan(plan)
+            self._send_flags()
+            self.home.hide()
+
+    def _send_plan(self, plan: CallPlan) -> None:
+        for stage in self.workers.stages:
+            stages = {rows: every[stage] for rows, every in plan.stages.items()}
+            with self.patches.lifted():
+                packed = pack(
+                    (stages, self.shares(plan)),
+                    names=self.home.names_at(stage),
+                    modules=self.home.modules_at(stage),
+                    what=f"the calls of stage {stage}",
+                )
+            self.workers.tell(stage, m.AddPlan(plan.number, packed.header()), packed)
+        self._known_plans.add(plan.number)
+
+    def _drop_old_plans(self) -> None:
+        old = tuple(n for n in self.planner.take_dropped() if n in self._known_plans)
+        if old:
+            self._known_plans.difference_update(old)
+            self.workers.tell_all(m.Free((), old))
+
+    def shares(self, plan: CallPlan) -> dict[str, Share]:
+        """Finds the parameters with several owners that a plan uses, and who adds their gradients up."""
+        names = self.planner.names
+        found: dict[str, Share] = {}
+        some = next(iter(plan.stages.values()))
+        for name in sorted(self.planner.placement.shared()):
+            if names.kinds[name] == "parameter" and names.tensors[name].requires_grad:
+                primary = self.planner.placement.primary(name)
+                users = tuple(s.index for s in some if name in s.names and s.index != primary)
+                if users:
+                    found[name] = Share(primary, users)
+        return found
+
+    def _send_flags(self) -> None:
+        """Tells workers of modes and ``requires_grad`` that are not what they last heard."""
+        names = self.planner.names
+        for stage in self.workers.stages:
+            training = {p: names.module_at[p].training for p in self.home.modules_at(stage).values()}
+            training = {p: t for p, t in training.items() if self.home.modes[stage].get(p) != t}
+            needs = {n: names.tensors[n].requires_grad for n in self.home.names_at(stage).values()}
+            needs = {n: r for n, r in needs.items() if self.home.needs[stage].get(n) != r}
+            if training or needs:
+                self.workers.tell(stage, m.SetFlags(training, needs))
+                self.home.modes[stage].update(training)
+                self.home.needs[stage].update(needs)
+
+    # -- forward and backward --------------------------------------------------------------------------------------
+
+    def run_forward(self, call: RemoteCall) -> list[Tensor]:
+        """Runs the forward of a call over all stages and gathers what it wants."""
+        with self.failures.guarded("forward"):
+            if self.num_stages > 1:
+                if call.plan.number != self._last_plan:
+                    self._send_flags()
+                    self._last_plan = call.plan.number
+                self._tell_freed()
+                self.workers.tell_all(call.message())
+            for stage in call.state.stages.values():
+                stage.program.prepare(self.planner.store)
+            made = self.engine.forward(call.state, call.inputs, call.first)
+            return gather(call.plan, made)
+
+    def run_backward(
+        self,
+        call: RemoteCall,
+        given: tuple[frozenset[int], ...],
+        gradients: Sequence[Mapping[int, Tensor]],
+        *,
+        retain: bool,
+        accumulate: bool,
+    ) -> list[dict[int, Tensor]]:
+        """Runs the backward of a call over all stages and returns the gradients of its arguments per microbatch."""
+        wanted = any(c.has_gradient(g) for c, g in _pairs(call.first, given))
+        with self.failures.guarded("backward"):
+            if self.num_stages > 1:
+                self.workers.tell_all(m.Backward(call.number, given, retain, accumulate, wanted))
+            own = self.engine.backward(
+                call.state, given, gradients, retain=retain, accumulate=accumulate, input_gradients=wanted
+            )
+            parts = own
+            if self.num_stages > 1 and wanted:
+                away = self.engine.receive_input_gradients(call.first, given)
+                parts = [_summed(a, b) for a, b in zip(own, away, strict=True)]
+            if self.num_stages > 1 and accumulate:
+                plane = self.workers.plane
+                assert plane is not None
+                add_up(plane, self.index, self.shares(call.plan), self.planner.store.tensor)
+            if self.timed:
+                self._collect_events()
+            return parts
+
+    def forget(self, number: int) -> None:
+        """Notes that a call will have no backward; workers are told with the next one."""
+        self._freed.append(number)
+
+    def _tell_freed(self) -> None:
+        if self._freed:
+            calls, self._freed = tuple(self._freed), []
+            self.workers.tell_all(m.Free(calls))
+
+    # -- optimizers ------------------------------------------------------------------------------------------------
+
+    def _send_optimizers(self) -> None:
+        names, placement = self.planner.names, self.planner.placement
+        name_of = names.name_of
+        if self._parts is not None:
+            self.take_optimizer_states(self._collect_optimizers())
+
+        def owned_by(stage: int) -> Callable[[Tensor], bool]:
+            return lambda p: stage in placement.owners.get(name_of.get(id(p), ""), {self.index})
+
+        owners = tuple(self._shared_in(optimizer) for optimizer in self.optimizers)
+        for stage in self.workers.stages:
+            with self.patches.lifted():
+                parts = [owned_part(optimizer, owned_by(stage)) for optimizer in self.optimizers]
+                packed = pack(parts, names=self.home.names_at(stage), what="the optimizers")
+            self.workers.tell(stage, m.Optimizers(packed.header(), owners), packed)
+        self._parts = [owned_part(optimizer, owned_by(self.index)) for optimizer in self.optimizers]
+        self._owners = owners
+
+    def _shared_in(self, optimizer: Optimizer) -> dict[str, frozenset[int]]:
+        name_of = self.planner.names.name_of
+        stepped = {name_of.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
+        return {n: s for n, s in self.planner.placement.shared().items() if n in stepped}
+
+    def step(self, index: int, kwargs: Mapping[str, Any]) -> None:
+        """Steps one optimizer on all owners, with the hyperparameters it has now."""
+        assert self._parts is not None
+        part, owners = self._parts[index], self._owners[index]
+        groups = hyperparameters(self.optimizers[index])
+        with self.failures.guarded("optimizer step"):
+            if self.num_stages > 1:
+                self.workers.tell_all(m.Step(index, groups))
+            for mine, face in zip(part.param_groups, self.optimizers[index].param_groups, strict=True):
+                mine.update({k: v for k, v in face.items() if k != "params"})
+            if self.workers.plane is not None:
+                lend(self.workers.plane, self.index, owners, self.planner.store.tensor)
+            part.step(**kwargs)
+            take_back(self.index, owners, self.planner.store.tensor)
+
+    def zero_grad(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
+        """Forgets the gradients of some parameters, wherever they are."""
+        name_of, placement = self.planner.names.name_of, self.planner.placement
+        away: dict[int, list[str]] = {stage: [] for stage in self.workers.stages}
+        for parameter in parameters:
+            name = name_of.get(id(parameter), "")
+            stages = placement.owners.get(name, frozenset({self.index}))
+            for stage in stages - {self.index}:
+                away[stage].append(name)
+            if self.index in stages and parameter.grad is not None:
+                parameter.grad = None if set_to_none else parameter.grad.detach_().zero_()
+        with self.failures.guarded("zero_grad"):
+            for stage, names in away.items():
+                if names:
+                    self.workers.tell(stage, m.ZeroGrad(tuple(names), set_to_none))
+
+    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
+        """Returns the 2-norm of the gradients of some parameters, wherever they are."""
+        return total_norm(self._norms(list(parameters)).values(), self.workers.devices[self.index])
+
+    def _by_primary(self, parameters: Iterable[nn.Parameter]) -> dict[int, list[str]]:
+        name_of, owners = self.planner.names.name_of, self.planner.placement.owners
+        found: dict[int, list[str]] = {stage: [] for stage in range(self.num_stages)}
+        for parameter in parameters:
+            name = name_of[id(parameter)]
+            found[max(owners.get(name, {self.index}))].append(name)
+        return found
+
+    def _norms(self, parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:
+        by_primary = self._by_primary(parameters)
+        found = norms(by_primary[self.index], self.planner.store.tensor)
+        asked = [stage for stage in self.workers.stages if by_primary[stage]] if self.placed else []
+        if asked:
+            with self.failures.guarded("gradient norm"):
+                for answer in self.workers.collect(asked, "norms", [by_primary[stage] for stage in asked]):
+                    found.update(answer)
+        order = (self.planner.names.name_of[id(p)] for p in parameters)
+        return {name: found[name] for name in order if name in found}
+
+    def clip(self, parameters: Iterable[nn.Parameter], *, max_norm: float | None = None, bound: float | None = None) -> None:
+        """Clips gradients by their global norm, or each element to ``±bound``, on their owners.
+
+        Args:
+            parameters: whose gradients.
+            max_norm: largest norm of all of them together.
+            bound: largest absolute value of an element.
+        """
+        parameters = list(parameters)
+        factor = None
+        if max_norm is not None:
+            norm = self.gradient_norm(parameters)
+            factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        by_primary = self._by_primary(parameters)
+        clip(by_primary[self.index], self.planner.store.tensor, factor, bound)
+        with self.failures.guarded("clipping"):
+            for stage in self.workers.stages if self.placed else ():
+                if by_primary[stage]:
+                    self.workers.tell(stage, m.Clip(tuple(by_primary[stage]), factor, bound))
+
+    # -- home ------------------------------------------------------------------------------------------------------
+
+    def come_home(self) -> None:
+        """Brings values, gradients and optimizer states to the lead for good; the next call places them again."""
+        if not self.placed:
+            return
+        with self.failures.guarded("gathering"):
+            states = self._collect_optimizers()
+            self.home.bring()
+            self.home.stay()
+        self.take_optimizer_states(states)
+        self._parts = None
+
+    def _collect_optimizers(self) -> list[list[dict[str, Any]]]:
+        stages = list(self.workers.stages)
+        return self.workers.collect(stages, "optimizers", [()] * len(stages))
+
+    def take_optimizer_states(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Puts the optimizer states of all owners into the user's optimizers.
+
+        Args:
+            states: for each worker, for each optimizer, the state by name of the parameter.
+        """
+        tensors = self.planner.names.tensors
+        for index, part in enumerate(self._parts or []):
+            optimizer = self.optimizers[index]
+            for of_worker in states:
+                if index < len(of_worker):
+                    optimizer.state.update({tensors[name]: state for name, state in of_worker[index].items()})
+            optimizer.state.update(part.state)
+
+    def optimizer_state_dict(self, plain: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """Returns the whole state of one optimizer, as one device would.
+
+        Args:
+            plain: the optimizer's own ``state_dict``.
+        """
+        if not self.placed:
+            return plain()
+        with self.failures.guarded("gathering"):
+            self.take_optimizer_states(self._collect_optimizers())
+        state = plain()
+        for optimizer in self.optimizers:
+            for parameter in [p for p in optimizer.state if is_hidden(p)]:
+                del optimizer.state[parameter]
+        return state
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Makes parameters and buffers readable on the lead for a block that changes nothing."""
+        if not self.placed:
+            yield
+            return
+        with self.failures.guarded("gathering"):
+            self.home.bring()
+        try:
+            yield
+        finally:
+            self.home.hide()
+
+    @contextmanager
+    def summoned(self) -> Iterator[None]:
+        """Makes parameters, buffers and gradients whole on the lead for a block; what it changes in place goes back."""
+        if not self.placed:
+            yield
+            return
+        with self.failures.guarded("gathering"):
+            self.home.bring()
+        before = self.home.versions()
+        try:
+            yield
+        finally:
+            if self.home.away:
+                with self.failures.guarded("placement"):
+                    self.home.send_changes(before)
+                self.home.hide()
+
+    # -- the timeline ----------------------------------------------------------------------------------------------
+
+    def _collect_events(self) -> None:
+        stages = list(self.workers.stages)
+        found = self.workers.collect(stages, "events", [()] * len(stages)) if stages else []
+        self.events.extend(event for events in found for event in events)
+        self.events.extend(self.engine.events)
+        self.engine.events = []
+        oldest = max((e.call for e in self.events), default=0) - _MAX_TIMED_CALLS
+        self.events = [e for e in self.events if e.call > oldest]
+
+    def timeline(self) -> Timeline:
+        """Returns what the stages did in the last calls."""
+        return Timeline.from_events(self.events, num_stages=self.num_stages, names=self.stage_names)
+
+    def close(self) -> None:
+        """Makes the module whole and forgets everything the workers have of it."""
+        self.come_home()
+        if self.num_stages > 1 and self.workers.plane is not None and self.workers.alive:
+            self.workers.tell_all(m.Reset(self.num_stages))
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forgets what workers know; the next call tells them again."""
+        self._known_plans.clear()
+        self._parts = None
+        self._last_plan = -1
+        self._freed.clear()
+        self.home.forget()
+        self.running_engine = None
+
+
+def _pairs(first: Sequence[Any], given: Sequence[frozenset[int]]) -> Iterator[tuple[Any, frozenset[int]]]:
+    for crossings, present in zip(first, given, strict=False):
+        for crossing in crossings:
+            yield crossing, present
+
+
+def _summed(a: Mapping[int, Tensor], b: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    both = {r: a[r] + b[r] for r in a if r in b}
+    return {**a, **b, **both}

@@ -1,0 +1,196 @@
+"""What the lead tells its workers, and what they answer: one class per message, checked by class on arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_mgpu.runtime.pack import Packed
+
+__all__ = [
+    "AddPlan",
+    "Answer",
+    "Backward",
+    "Clip",
+    "Collect",
+    "Failure",
+    "Forward",
+    "Free",
+    "Hello",
+    "Load",
+    "Optimizers",
+    "Reset",
+    "SetFlags",
+    "Ship",
+    "State",
+    "Step",
+    "Surrender",
+    "ZeroGrad",
+]
+
+
+@dataclass
+class Hello:
+    """Worker: is ready."""
+
+    stage: int
+    pid: int
+
+
+@dataclass
+class Reset:
+    """Lead: forget modules, tensors, optimizers and plans of an earlier module."""
+
+    num_stages: int
+
+
+@dataclass
+class Load:
+    """Lead: own these tensors; the packed object is (tensors, gradients) by name, ``kinds`` says what each is."""
+
+    packed: Packed
+    kinds: Mapping[str, str]
+
+
+@dataclass
+class Ship:
+    """Lead: have these leaf modules; the packed object is a dict of them by path."""
+
+    packed: Packed
+
+
+@dataclass
+class AddPlan:
+    """Lead: know this plan; the packed object is (stages by rows of the microbatch, shares of parameters by name)."""
+
+    number: int
+    packed: Packed
+
+
+@dataclass
+class SetFlags:
+    """Lead: set ``training`` of modules by path, and ``requires_grad`` of parameters by name."""
+
+    training: Mapping[str, bool]
+    requires_grad: Mapping[str, bool]
+
+
+@dataclass
+class Forward:
+    """Lead: run the forward of one call; sizes are rows of each microbatch."""
+
+    call: int
+    plan: int
+    sizes: tuple[int, ...]
+    grad: bool
+    inference: bool
+    seed: int
+    timed: bool
+
+
+@dataclass
+class Backward:
+    """Lead: run the backward of one call; ``given`` says for each microbatch which wanted tensors have gradients."""
+
+    call: int
+    given: tuple[frozenset[int], ...]
+    retain: bool
+    accumulate: bool
+    input_gradients: bool
+
+
+@dataclass
+class Free:
+    """Lead: forget what these calls keep for a backward, and these plans."""
+
+    calls: tuple[int, ...]
+    plans: tuple[int, ...] = ()
+
+
+@dataclass
+class Optimizers:
+    """Lead: have these optimizers; the packed object is a list of them, each with this owner's parameters only.
+
+    ``owners`` holds, for each optimizer, the owners of the shared parameters it steps.
+    """
+
+    packed: Packed
+    owners: tuple[Mapping[str, frozenset[int]], ...]
+
+
+@dataclass
+class Step:
+    """Lead: step one optimizer with these hyperparameters per group."""
+
+    optimizer: int
+    groups: Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class ZeroGrad:
+    """Lead: forget gradients of these parameters."""
+
+    names: tuple[str, ...]
+    set_to_none: bool
+
+
+@dataclass
+class Clip:
+    """Lead: multiply the gradients of these parameters by ``factor``, or clamp them to ``±bound``."""
+
+    names: tuple[str, ...]
+    factor: float | None
+    bound: float | None
+
+
+@dataclass
+class Collect:
+    """Lead: answer with ``what``: "values", "gradients" or "norms" (of gradients) of ``names``, "optimizers", or "events"."""
+
+    what: str
+    names: tuple[str, ...] = ()
+
+
+@dataclass
+class Answer:
+    """Worker: answers `Collect`."""
+
+    what: str
+    packed: Packed
+
+
+@dataclass
+class Surrender:
+    """Lead: something broke; answer with `State` over the control connection and end."""
+
+
+@dataclass
+class State:
+    """Worker: everything it owns, in one pickle, since the data plane may be broken."""
+
+    pickled: bytes
+
+
+@dataclass
+class Failure:
+    """Worker: broke.
+
+    Attributes:
+        stage, microbatch, doing: where.
+        raised_at_s: when, on the monotonic clock, which all processes of a host share.
+        is_communication: whether it is only the victim of another process's end.
+        exception: the pickled exception, or ``None`` where it can't be pickled.
+        summary: class and message of the exception.
+        traceback: its traceback as text.
+    """
+
+    stage: int
+    microbatch: int | None
+    doing: str
+    raised_at_s: float
+    is_communication: bool
+    exception: bytes | None
+    summary: str
+    traceback: str
+    state: bytes | None = field(default=None, repr=False)

@@ -1,0 +1,110 @@
+"""Placeholders: what the user's module holds for a parameter or buffer whose value lives on another stage.
+
+The tensor object stays the same, so identities, optimizer references and counts stay right; its memory is one element, and
+whatever would read it raises one sentence that says where the value is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mgpu.errors import PlacementError
+
+__all__ = ["hide", "is_hidden", "restore"]
+
+_ANSWERED_CALLS = frozenset(
+    "size dim numel nelement element_size is_floating_point is_complex is_signed get_device __len__ requires_grad_ ndimension "
+    "type_as __hash__".split()
+)
+_ANSWERED_PROPERTIES = frozenset(
+    "shape dtype device layout ndim requires_grad is_leaf is_cuda is_cpu is_sparse is_quantized is_meta is_nested is_mps "
+    "is_xpu is_mkldnn names itemsize nbytes grad_fn output_nr _backward_hooks is_sparse_csr".split()
+)
+
+
+class _Hidden:
+    """Answers what is known of a tensor without its value, and raises for the rest."""
+
+    where: ClassVar[dict[int, tuple[str, int]]] = {}
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        name = getattr(func, "__name__", "")
+        known = name in _ANSWERED_CALLS
+        if name in ("__get__", "__set__"):
+            prop = func.__self__.__name__
+            known = prop in _ANSWERED_PROPERTIES and (name == "__get__" or prop == "requires_grad")
+        if known:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        hidden = next((a for a in _flat(args, kwargs) if isinstance(a, _Hidden)), None)
+        raise PlacementError(_text(hidden, func))
+
+    def __repr__(self) -> str:
+        name, stage = _Hidden.where.get(id(self), ("?", -1))
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"<{name} of shape {tuple(self.shape)} on stage {stage}>"  # type: ignore[attr-defined]
+
+
+class HiddenParameter(_Hidden, nn.Parameter):  # type: ignore[misc]
+    """Is a parameter whose value lives on another stage."""
+
+
+class HiddenBuffer(_Hidden, Tensor):  # type: ignore[misc]
+    """Is a buffer whose value lives on another stage."""
+
+
+def _flat(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[Any]:
+    flat: list[Any] = []
+    for arg in (*args, *(kwargs or {}).values()):
+        flat.extend(arg if isinstance(arg, (list, tuple)) else (arg,))
+    return flat
+
+
+def _text(hidden: Any, func: Any) -> str:
+    name, stage = _Hidden.where.get(id(hidden), ("a tensor", -1))
+    owner = getattr(func, "__self__", None)
+    of_gradient = getattr(func, "__name__", "") in ("__get__", "__set__") and getattr(owner, "__name__", "") == "grad"
+    kind = "parameter" if isinstance(hidden, nn.Parameter) else "buffer"
+    what = f"the gradient of {kind} {name!r}" if of_gradient else f"{kind} {name!r}"
+    return f"{what} lives on stage {stage}; read it inside strategy.summon_parameters()"
+
+
+def is_hidden(tensor: Tensor) -> bool:
+    """Says whether a tensor's value lives elsewhere."""
+    return isinstance(tensor, _Hidden)
+
+
+def hide(tensor: Tensor, name: str, stage: int) -> None:
+    """Frees the memory of a tensor and makes reads of it raise.
+
+    Args:
+        tensor: a parameter or buffer of the user's module; stays the same object.
+        name: what it is called.
+        stage: where its value lives.
+    """
+    if is_hidden(tensor):
+        return
+    with torch.no_grad():
+        tensor.grad = None
+        tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+    _Hidden.where[id(tensor)] = (name, stage)
+    tensor.__class__ = HiddenParameter if isinstance(tensor, nn.Parameter) else HiddenBuffer
+
+
+def restore(tensor: Tensor, value: Tensor, gradient: Tensor | None = None) -> None:
+    """Gives a hidden tensor its value back, and its class.
+
+    Args:
+        tensor: the hidden tensor.
+        value: its value.
+        gradient: its gradient, if any.
+    """
+    tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
+    _Hidden.where.pop(id(tensor), None)
+    with torch.no_grad():
+        tensor.data = value.to(tensor.device)
+        tensor.grad = None if gradient is None else gradient.to(tensor.device)

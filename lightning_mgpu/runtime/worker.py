@@ -1,0 +1,309 @@
+"""The worker: a process that holds one stage, does what the lead says, and ends when the lead does.
+
+Started as ``python -m lightning_mgpu.runtime.worker``. It never runs the user's script and never imports lightning. One thread
+reads the control connection, so that the lead's end is noticed even while the other one waits for a tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_mgpu import tree
+from lightning_mgpu.partition.stage import Stage, StageRun
+from lightning_mgpu.runtime import gradients
+from lightning_mgpu.runtime import messages as m
+from lightning_mgpu.runtime.dataplane import CommunicationError, DataPlane
+from lightning_mgpu.runtime.engine import CallState, Engine
+from lightning_mgpu.runtime.pack import Packed, pack, unpack
+from lightning_mgpu.runtime.sharing import Share, add_up, lend, take_back
+from lightning_mgpu.runtime.steps import set_hyperparameters
+
+__all__ = ["WorkerStore", "main"]
+
+_PR_SET_PDEATHSIG = 1
+_IDLE_WAIT_S = 2.0
+
+
+class WorkerStore:
+    """Holds the modules and tensors a worker was given, by name."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, nn.Module] = {}
+        self.tensors: dict[str, Tensor] = {}
+
+    def module(self, path: str) -> nn.Module:
+        return self.modules[path]
+
+    def tensor(self, name: str) -> Tensor:
+        owner, _, attribute = name.rpartition(".")
+        module = self.modules.get(owner)
+        if module is not None and module._buffers.get(attribute) is not None:
+            return module._buffers[attribute]  # type: ignore[return-value]
+        return self.tensors[name]
+
+    def set_buffer(self, name: str, value: Tensor) -> None:
+        owner, _, attribute = name.rpartition(".")
+        self.tensors[name] = value
+        if owner in self.modules:
+            self.modules[owner]._buffers[attribute] = value
+
+    def find(self, kind: str, key: str) -> Any:
+        return self.modules[key] if kind == "module" else self.tensors[key]
+
+
+class Worker:
+    """Carries out the lead's messages, one after the other."""
+
+    def __init__(self, connection: Connection, stage: int, num_stages: int, device: torch.device, path: str) -> None:
+        self.connection = connection
+        self.stage = stage
+        self.num_stages = num_stages
+        self.device = device
+        self.plane = DataPlane(path, stage, num_stages, device)
+        self.idle = threading.Event()
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.sending = threading.Lock()
+        self._forget()
+
+    @property
+    def lead(self) -> int:
+        return self.num_stages - 1
+
+    def _forget(self) -> None:
+        self.store = WorkerStore()
+        self.engine = Engine(self.stage, self.num_stages, self.store, self.plane, self.device)
+        self.plans: dict[int, tuple[dict[int, Stage], dict[str, Share]]] = {}
+        self.calls: dict[int, tuple[CallState, int]] = {}
+        self.optimizers: list[Optimizer] = []
+        self.owners: tuple[Any, ...] = ()
+
+    def say(self, message: Any) -> None:
+        with self.sending:
+            self.connection.send_bytes(cloudpickle.dumps(message))
+
+    # -- the two threads -------------------------------------------------------------------------------------------
+
+    def listen(self) -> None:
+        """Reads the control connection until it ends, and then ends the process."""
+        while True:
+            try:
+                message = pickle.loads(self.connection.recv_bytes())
+            except (EOFError, OSError):
+                os._exit(0)
+            if isinstance(message, m.Surrender):
+                self.idle.wait(_IDLE_WAIT_S)
+                self.surrender()
+            else:
+                self.inbox.put(message)
+
+    def surrender(self) -> None:
+        """Hands everything it owns over the control connection, and ends."""
+        try:
+            self.say(m.State(self.everything()))
+        finally:
+            os._exit(0)
+
+    def everything(self) -> bytes:
+        """Pickles parameters, buffers, gradients and optimizer states by name."""
+        with torch.no_grad():
+            tensors = {name: self.store.tensor(name).detach().cpu() for name in self.store.tensors}
+            grads = {n: t.grad.cpu() for n, t in self.store.tensors.items() if t.grad is not None}
+            states = [tree.map_tensors(lambda t: t.cpu(), self._optimizer_state(o)) for o in self.optimizers]
+        return cloudpickle.dumps((tensors, grads, states))  # type: ignore[no-any-return]
+
+    def serve(self) -> None:
+        """Carries out messages until the process ends."""
+        while True:
+            if self.inbox.empty():
+                self.idle.set()
+            message = self.inbox.get()
+            self.idle.clear()
+            try:
+                self.carry_out(message)
+            except BaseException as error:  # reported, then the process ends
+                self.report(error, type(message).__name__)
+                os._exit(1)
+
+    def report(self, error: BaseException, doing: str) -> None:
+        engine = self.engine
+        try:
+            pickled = cloudpickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:  # the summary has to do
+            pickled = None
+        state = None
+        try:
+            state = self.everything()
+        except Exception:  # the report matters more than the state
+            state = None
+        self.say(
+            m.Failure(
+                self.stage, engine.microbatch, engine.doing if engine.doing != "idle" else doing, time.monotonic(),
+                isinstance(error, CommunicationError), pickled, f"{type(error).__name__}: {error}",
+                "".join(traceback.format_exception(error)), state,
+            )
+        )  # fmt: skip
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def carry_out(self, message: Any) -> None:
+        """Does what one message says."""
+        handler = getattr(self, f"_on_{type(message).__name__.lower()}", None)
+        if handler is None:
+            raise TypeError(f"a worker does not know the message {type(message).__name__}")
+        handler(message)
+
+    def _unpack(self, packed: Packed) -> Any:
+        return unpack(self.plane.receive_packed(packed, self.lead), self.store.find)
+
+    def _on_reset(self, _: m.Reset) -> None:
+        self._forget()
+
+    def _on_load(self, message: m.Load) -> None:
+        tensors, grads = self._unpack(message.packed)
+        for name, tensor in tensors.items():
+            known = self.store.tensors.get(name)
+            if known is not None:
+                with torch.no_grad():
+                    self.store.tensor(name).copy_(tensor)
+            elif message.kinds[name] == "parameter":
+                self.store.tensors[name] = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
+            else:
+                self.store.tensors[name] = tensor
+        for name in tensors:
+            if message.kinds[name] == "parameter":
+                self.store.tensors[name].grad = grads.get(name)
+
+    def _on_ship(self, message: m.Ship) -> None:
+        self.store.modules.update(self._unpack(message.packed))
+
+    def _on_addplan(self, message: m.AddPlan) -> None:
+        stages, shares = self._unpack(message.packed)
+        for stage in stages.values():
+            stage.program.move_to(self.device)
+        self.plans[message.number] = (stages, shares)
+
+    def _on_setflags(self, message: m.SetFlags) -> None:
+        for path, training in message.training.items():
+            self.store.modules[path].training = training
+        for name, requires_grad in message.requires_grad.items():
+            self.store.tensors[name].requires_grad_(requires_grad)
+
+    def _on_forward(self, message: m.Forward) -> None:
+        stages, _ = self.plans[message.plan]
+        for stage in stages.values():
+            stage.program.prepare(self.store)
+        run = StageRun(self.store, len(message.sizes), grad=message.grad, inference=message.inference, seed=message.seed)
+        call = CallState(message.call, stages, message.sizes, run, message.timed)
+        with torch.inference_mode(message.inference), torch.set_grad_enabled(message.grad):
+            self.engine.forward(call)
+        if message.grad:
+            self.calls[message.call] = (call, message.plan)
+
+    def _on_backward(self, message: m.Backward) -> None:
+        call, plan = self.calls[message.call] if message.retain else self.calls.pop(message.call)
+        self.engine.backward(
+            call, message.given, None, retain=message.retain, accumulate=message.accumulate,
+            input_gradients=message.input_gradients,
+        )  # fmt: skip
+        if message.accumulate:
+            add_up(self.plane, self.stage, self.plans[plan][1], self.store.tensors.__getitem__)
+
+    def _on_free(self, message: m.Free) -> None:
+        for number in message.calls:
+            self.calls.pop(number, None)
+        for number in message.plans:
+            self.plans.pop(number, None)
+
+    def _on_optimizers(self, message: m.Optimizers) -> None:
+        self.optimizers = self._unpack(message.packed)
+        self.owners = message.owners
+
+    def _on_step(self, message: m.Step) -> None:
+        self.engine.doing = "optimizer step"
+        optimizer, owners = self.optimizers[message.optimizer], self.owners[message.optimizer]
+        set_hyperparameters(optimizer, message.groups)
+        lend(self.plane, self.stage, owners, self.store.tensors.__getitem__)
+        optimizer.step()
+        take_back(self.stage, owners, self.store.tensors.__getitem__)
+        self.engine.doing = "idle"
+
+    def _on_zerograd(self, message: m.ZeroGrad) -> None:
+        for name in message.names:
+            tensor = self.store.tensors[name]
+            if tensor.grad is not None:
+                tensor.grad = None if message.set_to_none else tensor.grad.detach_().zero_()
+
+    def _on_clip(self, message: m.Clip) -> None:
+        gradients.clip(message.names, self.store.tensors.__getitem__, message.factor, message.bound)
+
+    def _on_collect(self, message: m.Collect) -> None:
+        answer: Any
+        if message.what == "values":
+            answer = {name: self.store.tensor(name).detach() for name in message.names}
+        elif message.what == "gradients":
+            answer = {name: self.store.tensors[name].grad for name in message.names}
+        elif message.what == "norms":
+            answer = gradients.norms(message.names, self.store.tensors.__getitem__)
+        elif message.what == "optimizers":
+            answer = [self._optimizer_state(optimizer) for optimizer in self.optimizers]
+        else:
+            answer, self.engine.events = self.engine.events, []
+        packed = pack(answer, what=f"the {message.what} of stage {self.stage}")
+        self.say(m.Answer(message.what, packed.header()))
+        self.plane.send_packed(packed, self.lead)
+        self.plane.flush()
+
+    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        names = {id(tensor): name for name, tensor in self.store.tensors.items()}
+        return {names[id(p)]: state for p, state in optimizer.state.items() if id(p) in names}
+
+
+def _end_with(parent: int) -> None:
+    """Asks the kernel to end this process with its parent, in case the connection outlives it in a forked child."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def main() -> None:
+    """Runs a worker; what it must know comes as one pickle on standard input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the lead, which tells its workers
+    start = pickle.load(sys.stdin.buffer)
+    _end_with(start["parent"])
+    sys.path[:] = start["path"]
+    if start["num_threads"] is not None:
+        torch.set_num_threads(start["num_threads"])
+    device = torch.device(start["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    for key, value in start["flags"].items():
+        setattr(torch.backends.cuda.matmul if key == "allow_tf32" else torch.backends.cudnn, key, value)
+    connection = Connection(start["connection"])
+    try:
+        connection.send_bytes(pickle.dumps(m.Hello(start["stage"], os.getpid())))
+    except OSError:
+        os._exit(0)  # the lead ended, or no longer wants its workers
+    worker = Worker(connection, start["stage"], start["num_stages"], device, start["store"])
+    threading.Thread(target=worker.listen, daemon=True, name="listener").start()
+    worker.serve()
+
+
+if __name__ == "__main__":
+    main()

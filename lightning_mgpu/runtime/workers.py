@@ -1,0 +1,376 @@
+"""Worker processes as the lead sees them: started, spoken to, listened to, and ended with it.
+
+The control connection is a pair of connected sockets that the worker inherits: nobody else can reach it, and it ends with
+either process. The rendezvous file of the data plane lies in a folder only this user can enter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import IO, Any, Self, TypeVar
+
+import cloudpickle
+import torch
+
+from lightning_mgpu.errors import MgpuError, WorkerStartError
+from lightning_mgpu.runtime import messages as m
+from lightning_mgpu.runtime.dataplane import DataPlane
+from lightning_mgpu.runtime.pack import Packed, unpack
+
+__all__ = ["WorkerGone", "Workers"]
+
+_END_WAIT_S = 5.0
+_MESSAGE = TypeVar("_MESSAGE")
+
+
+class WorkerGone(Exception):  # noqa: N818 - the error is raised from it
+    """Says that a worker ended, with its report where it left one."""
+
+    def __init__(self, stage: int, failure: m.Failure | None) -> None:
+        super().__init__(f"stage {stage} ended")
+        self.stage = stage
+        self.failure = failure
+
+
+class _Process:
+    """Is one worker process with the threads that listen to it."""
+
+    def __init__(self, stage: int, start: dict[str, Any], environment: dict[str, str]) -> None:
+        self.stage = stage
+        ours, theirs = Pipe(duplex=True)
+        self.connection: Connection = ours
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.failure: m.Failure | None = None
+        self.gone = False
+        self.output: deque[str] = deque(maxlen=200)
+        os.set_inheritable(theirs.fileno(), True)
+        self.popen = subprocess.Popen(
+            [sys.executable, "-m", "lightning_mgpu.runtime.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=[theirs.fileno()],
+            env=environment,
+            process_group=0,  # Ctrl-C in a terminal reaches the lead alone
+        )
+        start = {**start, "stage": stage, "connection": theirs.fileno()}
+        assert self.popen.stdin is not None
+        assert self.popen.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.popen.stdin.write(pickle.dumps(start))
+            self.popen.stdin.close()
+        theirs.close()
+        self.threads = [
+            threading.Thread(target=_listen, args=(weakref.ref(self), ours, self.inbox), daemon=True),
+            threading.Thread(target=_forward_output, args=(self.popen.stdout, self.output), daemon=True),
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def next(self, timeout_s: float | None = None) -> Any:
+        """Returns the next message, or raises `WorkerGone` when there won't be one, or `queue.Empty` in the end."""
+        if self.gone:
+            raise WorkerGone(self.stage, self.failure)
+        message = self.inbox.get(timeout=timeout_s)
+        if isinstance(message, m.Failure):
+            self.failure = message
+            return self.next(timeout_s)
+        if message is None:
+            self.gone = True
+            raise WorkerGone(self.stage, self.failure)
+        return message
+
+
+def _listen(_: Any, connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+    """Moves messages from the connection to the inbox; a final None says that the worker ended."""
+    while True:
+        try:
+            inbox.put(pickle.loads(connection.recv_bytes()))
+        except (EOFError, OSError):
+            inbox.put(None)
+            return
+
+
+def _forward_output(stream: IO[bytes], kept: deque[str]) -> None:
+    """Shows what a worker prints where the lead prints, and remembers the last lines."""
+    with stream:
+        for line in stream:
+            text = line.decode(errors="replace")
+            kept.append(text)
+            with contextlib.suppress(Exception):
+                sys.stderr.write(text)
+
+
+class Workers:
+    """Holds the processes of all stages but the last, which is the lead's own.
+
+    Several Trainers can use the same workers one after the other; without that each `PipelineStrategy` starts its own.
+
+    Args:
+        devices: number of stages, all on the CPU, or the device of each stage in the order the Trainer lists them: the first
+            is the lead's.
+        start_timeout_s: seconds to wait for the processes to start.
+
+    Raises:
+        WorkerStartError: from `ready`, where a process ends or does not answer, with its standard error.
+
+    Example:
+        >>> with Workers(devices=2) as workers:  # doctest: +SKIP
+        ...     Trainer(strategy=PipelineStrategy(workers=workers), accelerator="cpu", devices=2).fit(model)
+    """
+
+    def __init__(self, devices: int | Sequence[str | torch.device], *, start_timeout_s: float = 300.0) -> None:
+        listed = ["cpu"] * devices if isinstance(devices, int) else list(devices)
+        if not listed:
+            raise ValueError("workers need at least one device; use devices=1 or more")
+        self.devices = tuple(torch.device(d) for d in (*listed[1:], listed[0]))
+        self.start_timeout_s = start_timeout_s
+        self.plane: DataPlane | None = None
+        self._processes: list[_Process] = []
+        self._folder: str | None = None
+        self._finalizer: Any = None
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.devices)
+
+    @property
+    def stages(self) -> range:
+        """The stages that are held by workers."""
+        return range(self.num_stages - 1)
+
+    @property
+    def started(self) -> bool:
+        return self._folder is not None
+
+    @property
+    def alive(self) -> bool:
+        """Whether every process is running and spoken to."""
+        return self.started and all(p.popen.poll() is None and not p.gone for p in self._processes)
+
+    @property
+    def pids(self) -> list[int]:
+        return [p.popen.pid for p in self._processes]
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- start and end ---------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts the processes, and returns at once; `ready` waits for them. Does nothing while they run."""
+        if self.started and self.alive:
+            return
+        self.close()
+        self._folder = tempfile.mkdtemp(prefix="lightning_mgpu-")
+        num_threads = _threads_per_process(self.num_stages)
+        environment = {**os.environ, "LIGHTNING_MGPU_ROLE": "worker"}
+        package_root = str(Path(__file__).parents[2])
+        environment["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            environment.pop(name, None)
+        start = {
+            "num_stages": self.num_stages,
+            "store": str(Path(self._folder) / "rendezvous"),
+            "path": [p or str(Path.cwd()) for p in sys.path],
+            "parent": os.getpid(),
+            "num_threads": num_threads,
+            "flags": {
+                "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+                "benchmark": torch.backends.cudnn.benchmark,
+                "deterministic": torch.backends.cudnn.deterministic,
+            },
+        }
+        self._processes = [_Process(j, {**start, "device": str(self.devices[j])}, environment) for j in self.stages]
+        self._finalizer = weakref.finalize(self, _end, list(self._processes), self._folder)
+
+    def ready(self) -> None:
+        """Waits until the processes run and the data plane connects them."""
+        self.start()
+        if self.plane is not None or self.num_stages == 1:
+            return
+        deadline_s = time.monotonic() + self.start_timeout_s
+        for process in self._processes:
+            try:
+                hello = process.next(max(0.0, deadline_s - time.monotonic()))
+            except (WorkerGone, queue.Empty) as error:
+                process.threads[1].join(_END_WAIT_S)
+                text = "".join(process.output).strip() or "(no output)"
+                how = "ended" if isinstance(error, WorkerGone) else f"did not answer in {self.start_timeout_s:.0f} s"
+                code = process.popen.poll()
+                self.close()
+                raise WorkerStartError(
+                    f"the worker of stage {process.stage} ({self.devices[process.stage]}) {how} while it started"
+                    f"{'' if code is None else f' (exit code {code})'}; it printed:\n{text}"
+                ) from None
+            if not isinstance(hello, m.Hello):
+                raise MgpuError(f"stage {process.stage} said {type(hello).__name__} instead of Hello")
+        assert self._folder is not None
+        lead = self.num_stages - 1
+        self.plane = DataPlane(str(Path(self._folder) / "rendezvous"), lead, self.num_stages, self.devices[lead])
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self.plane = None
+        if self._finalizer is not None:
+            self._finalizer()
+            self._finalizer = None
+        self._processes, self._folder = [], None
+
+    # -- messages --------------------------------------------------------------------------------------------------
+
+    def tell(self, stage: int, message: Any, packed: Packed | None = None) -> None:
+        """Sends a message, and the tensors that belong to it.
+
+        Raises:
+            WorkerGone: where the worker ended.
+        """
+        process = self._processes[stage]
+        try:
+            process.connection.send_bytes(cloudpickle.dumps(message))
+        except OSError:
+            raise WorkerGone(stage, process.failure) from None
+        if packed is not None:
+            assert self.plane is not None
+            self.plane.send_packed(packed, stage)
+
+    def tell_all(self, message: Any) -> None:
+        """Sends a message to every worker."""
+        for stage in self.stages:
+            self.tell(stage, message)
+
+    def expect(self, stage: int, kind: type[_MESSAGE], timeout_s: float | None = None) -> _MESSAGE:
+        """Waits for a message of one class.
+
+        Raises:
+            WorkerGone: where the worker ended.
+            MgpuError: where another message came.
+        """
+        message = self._processes[stage].next(timeout_s)
+        if not isinstance(message, kind):
+            raise MgpuError(f"stage {stage} said {type(message).__name__} where {kind.__name__} was expected")
+        return message
+
+    def collect(self, stages: Sequence[int], what: str, names: Sequence[Sequence[str]]) -> list[Any]:
+        """Asks some workers and returns their answers in order; ``names`` has one list for each."""
+        assert self.plane is not None
+        for stage, wanted in zip(stages, names, strict=True):
+            self.tell(stage, m.Collect(what, tuple(wanted)))
+        answers = []
+        for stage in stages:
+            answer = self.expect(stage, m.Answer)
+            answers.append(unpack(self.plane.receive_packed(answer.packed, stage), _no_names))
+        return answers
+
+    # -- after a failure -------------------------------------------------------------------------------------------
+
+    def autopsy(self, wait_s: float) -> dict[int, m.Failure | None]:
+        """Finds out which workers ended, waiting a little for reports on their way.
+
+        Returns:
+            The report of each worker that ended, by stage; ``None`` for one that ended without.
+        """
+        deadline_s = time.monotonic() + wait_s
+        dead: dict[int, m.Failure | None] = {}
+        for process in self._processes:
+            with contextlib.suppress(queue.Empty):
+                try:
+                    while True:
+                        process.next(max(0.01, deadline_s - time.monotonic()))
+                except WorkerGone as gone:
+                    dead[process.stage] = gone.failure
+            if process.failure is not None:
+                dead[process.stage] = process.failure
+        return dead
+
+    def how_it_ended(self, stage: int) -> str:
+        """Says how a process that left no report ended."""
+        process = self._processes[stage]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.popen.wait(_END_WAIT_S)
+        code = process.popen.returncode
+        if code is not None and code < 0:
+            return f"was killed by signal {-code}" + (" (out of memory, perhaps)" if code == -9 else "")
+        return f"ended with exit code {code}"
+
+    def surrender(self, timeout_s: float) -> dict[int, bytes | None]:
+        """Takes everything home that workers still have, and ends them.
+
+        Returns:
+            The pickled state of each worker, by stage; ``None`` for one that is lost.
+        """
+        states: dict[int, bytes | None] = {}
+        for stage in self.stages:
+            with contextlib.suppress(WorkerGone):
+                self.tell(stage, m.Surrender())
+        deadline_s = time.monotonic() + timeout_s
+        for process in self._processes:
+            state: bytes | None = None
+            with contextlib.suppress(queue.Empty, WorkerGone):
+                while state is None:
+                    message = process.next(max(0.01, deadline_s - time.monotonic()))
+                    state = message.pickled if isinstance(message, m.State) else None
+            if state is None and process.failure is not None:
+                state = process.failure.state
+            states[process.stage] = state
+        self.close()
+        return states
+
+
+def _no_names(kind: str, key: str) -> Any:
+    raise MgpuError(f"an answer names the {kind} {key!r}")
+
+
+def _threads_per_process(num_processes: int) -> int | None:
+    """Chooses how many threads each process computes with; ``None`` where the user decided."""
+    if os.environ.get("OMP_NUM_THREADS"):
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // num_processes) if hasattr(os, "sched_getaffinity") else None
+
+
+def _end(processes: list[_Process], folder: str) -> None:
+    """Ends processes: by closing their connection, and by force where that does not do."""
+    for process in processes:
+        _shut(process.connection)
+    deadline_s = time.monotonic() + _END_WAIT_S
+    for process in processes:
+        try:
+            process.popen.wait(max(0.0, deadline_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.popen.kill()
+            process.popen.wait()
+        for thread in process.threads:
+            if thread is not threading.current_thread():
+                thread.join(_END_WAIT_S)
+        with contextlib.suppress(OSError):
+            process.connection.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _shut(connection: Connection) -> None:
+    """Ends a connection for both sides, also while a thread reads from it or a forked child holds a copy."""
+    with contextlib.suppress(OSError):
+        duplicate = socket.socket(fileno=os.dup(connection.fileno()))
+        try:
+            duplicate.shutdown(socket.SHUT_RDWR)
+        finally:
+            duplicate.close()
