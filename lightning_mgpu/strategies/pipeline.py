@@ -1,0 +1,339 @@
+"""`PipelineStrategy`: an unmodified LightningModule over several devices, one device to Lightning."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies.single_device import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import nn
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_mgpu.errors import PartitionError
+from lightning_mgpu.microbatch import check_num_microbatches
+from lightning_mgpu.partition.cost import Balance, check_balance
+from lightning_mgpu.partition.cut import CutRequest, check_cut_names
+from lightning_mgpu.partition.names import Names
+from lightning_mgpu.plots import save_gantt
+from lightning_mgpu.runtime.attach import Attachment, count_layers
+from lightning_mgpu.runtime.faces import check_optimizer
+from lightning_mgpu.runtime.lead import Lead
+from lightning_mgpu.runtime.workers import Workers
+from lightning_mgpu.timeline import Timeline
+
+__all__ = ["PipelineStrategy"]
+
+_SCHEDULES = ("gpipe",)
+
+
+class PipelineStrategy(SingleDeviceStrategy):
+    """Trains, validates and predicts with a module cut into stages, one on each device (GPipe, Huang et al. 2019).
+
+    The user's process is the *lead*: it runs the Trainer and holds the last stage; ``devices - 1`` worker processes hold the
+    others. To Lightning the pipeline is one device: ``world_size`` is 1, no sampler is injected, no script is run again.
+
+    Args:
+        num_microbatches: parts a batch is split into along its first dimension; ``"auto"`` is four per stage. Never more
+            than the batch has rows.
+        schedule: order of forwards and backwards; ``"gpipe"`` runs all forwards, then all backwards.
+        cuts: names of the modules that begin stages 1, 2, ..., as in ``["fc1"]``; by default the stages are balanced.
+        balance: what balancing makes even: ``"flops"`` of forward and backward, or ``"parameters"``.
+        module: name of the module to pipeline, as in ``"model"``; by default what the step calls first: the LightningModule
+            itself, or its children. Other modules run on the lead.
+        self_check: whether the stages are compared with the module's own forward at the first call, before anything is sent;
+            ``"auto"`` does where the whole model fits on the lead's device.
+        timeline: whether to record what each stage does when; read ``strategy.timeline`` afterwards. A path saves a picture
+            (``.png``) or a trace (``.json``) there at the end of the run.
+        workers: worker processes to use, which are left running; by default the strategy starts its own and ends them with
+            the Trainer.
+        start_timeout_s: seconds to wait for worker processes to start.
+        accelerator, checkpoint_io, precision_plugin: as in Lightning's strategies.
+
+    Raises:
+        PartitionError: for arguments that are not possible.
+
+    Example:
+        >>> trainer = pl.Trainer(strategy="mgpu_pipeline", accelerator="cpu", devices=2)  # doctest: +SKIP
+        >>> trainer.fit(model, datamodule)  # doctest: +SKIP
+    """
+
+    strategy_name = "mgpu_pipeline"
+
+    def __init__(  # noqa: PLR0913, PLR0917 - options of one word each, as Lightning's strategies have them
+        self,
+        num_microbatches: int | Literal["auto"] = "auto",
+        schedule: str = "gpipe",
+        cuts: Sequence[str] | None = None,
+        balance: Balance = "flops",
+        module: str | None = None,
+        self_check: bool | Literal["auto"] = "auto",
+        timeline: bool | str | Path = False,
+        workers: Workers | None = None,
+        start_timeout_s: float = 300.0,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        self.num_microbatches = check_num_microbatches(num_microbatches)
+        if schedule not in _SCHEDULES:
+            raise PartitionError(f"schedule={schedule!r} is not known; use one of {', '.join(map(repr, _SCHEDULES))}")
+        if isinstance(cuts, str):
+            raise PartitionError(f"cuts={cuts!r} is one string; use a list of names, as in cuts=[{cuts!r}]")
+        check_balance(balance)
+        if self_check not in (True, False, "auto"):
+            raise PartitionError(f'self_check={self_check!r} is not possible; use True, False or "auto"')
+        self.schedule = schedule
+        self.request = CutRequest(None if cuts is None else tuple(cuts), balance)
+        self.module = module
+        self.self_check: bool | Literal["auto"] = self_check
+        self.start_timeout_s = start_timeout_s
+        self._timeline_option = timeline
+        self._timeline: Timeline | None = None
+        self._workers = workers
+        self._owns_workers = workers is None
+        self._attachment: Attachment | None = None
+        self._stage_devices: list[torch.device] = []
+
+    # -- devices ---------------------------------------------------------------------------------------------------
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """The device of each stage, the lead's first, as the Trainer chose them."""
+        return self._stage_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device]) -> None:
+        self._stage_devices = list(devices)
+        if devices:
+            self._root_device = devices[0]
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages, one per device."""
+        return len(self._stage_devices)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning should shard data over processes: never, the pipeline is one device to it."""
+        return False
+
+    # -- setup -----------------------------------------------------------------------------------------------------
+
+    @override
+    def connect(self, model: pl.LightningModule) -> None:
+        super().connect(model)
+        self._attached_names_checked = False
+
+    @override
+    def setup_environment(self) -> None:
+        """Checks the devices and starts the workers, so that they start while data is prepared."""
+        super().setup_environment()
+        self._check_before_start()
+        self.workers.start()
+
+    @property
+    def workers(self) -> Workers:
+        """The processes of the other stages."""
+        if self._workers is None:
+            self._workers = Workers(self._stage_devices, start_timeout_s=self.start_timeout_s)
+        return self._workers
+
+    def _check_before_start(self) -> None:
+        """Raises for whatever can be known before processes start."""
+        if self._workers is not None and self._workers.num_stages != self.num_stages:
+            raise PartitionError(
+                f"workers={self._workers.num_stages} devices do not fit a Trainer with devices={self.num_stages}; "
+                f"use Workers(devices={self.num_stages})"
+            )
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is not None and trainer.num_nodes > 1:
+            raise PartitionError(f"num_nodes={trainer.num_nodes} is not possible: a pipeline runs on one host; use num_nodes=1")
+        root = self.lightning_module
+        assert root is not None
+        names = Names(root)
+        if self.module is not None and self.module not in names.module_at:
+            raise PartitionError(_unknown_module_text(self.module, names))
+        if self.request.cuts is not None:
+            check_cut_names(self.request.cuts, names, self.num_stages)
+        pipelined = root if self.module is None else names.module_at[self.module]
+        num_layers = count_layers(pipelined)
+        lazy = any(isinstance(p, nn.parameter.UninitializedParameter) for p in pipelined.parameters())
+        if 0 < num_layers < self.num_stages and not lazy:
+            raise PartitionError(
+                f"cannot cut {num_layers} layers of {type(pipelined).__name__} into {self.num_stages} stages; "
+                f"use at most {num_layers} stages (devices={num_layers})"
+            )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Moves the module to the lead's device, makes optimizers, and attaches the pipeline to the module."""
+        super().setup(trainer)
+        root = self.lightning_module
+        assert root is not None
+        self._check_before_start()
+        for optimizer in self.optimizers:
+            check_optimizer(optimizer, self.num_stages)
+        lead = Lead(
+            root,
+            self.workers,
+            num_microbatches=self.num_microbatches,
+            request=self.request,
+            self_check=self.self_check,
+        )
+        lead.optimizers = list(self.optimizers)
+        lead.expects_training = trainer.state.fn == TrainerFn.FITTING
+        lead.timed = bool(self._timeline_option)
+        self._attachment = Attachment(lead, module=self.module, leave=lambda m: isinstance(m, Metric))
+        self._patch_lightning(lead)
+
+    def _patch_lightning(self, lead: Lead) -> None:
+        """Answers what Lightning's own objects would do with parameters and gradients of other stages."""
+        for wrapper, optimizer in zip(self._lightning_optimizers, self.optimizers, strict=True):
+            for name in ("zero_grad", "state_dict", "load_state_dict"):
+                lead.patches.put(wrapper, name, partial(_instead, getattr(optimizer, name)))
+
+        def by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            lead.clip(_parameters(optimizer), max_norm=float(clip_val))
+
+        def by_value(optimizer: Optimizer, clip_val: float) -> None:
+            lead.clip(_parameters(optimizer), bound=float(clip_val))
+
+        lead.patches.put(self.precision_plugin, "clip_grad_by_norm", partial(_instead, by_norm))
+        lead.patches.put(self.precision_plugin, "clip_grad_by_value", partial(_instead, by_value))
+
+    @property
+    def lead(self) -> Lead:
+        """The lead of the running Trainer call.
+
+        Raises:
+            PartitionError: outside a Trainer call.
+        """
+        if self._attachment is None:
+            raise PartitionError("the pipeline is set up for the length of a Trainer call; there is none now")
+        return self._attachment.lead
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output = super().training_step(*args, **kwargs)
+        self._check_used("training_step")
+        return output
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output = super().validation_step(*args, **kwargs)
+        self._check_used("validation_step")
+        return output
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        output = super().test_step(*args, **kwargs)
+        self._check_used("test_step")
+        return output
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().predict_step(*args, **kwargs)
+        self._check_used("predict_step")
+        return output
+
+    def _check_used(self, what: str) -> None:
+        if self._attachment is not None:
+            self._attachment.check_used(what)
+
+    # -- parameters and state --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def summon_parameters(self) -> Iterator[None]:
+        """Makes all parameters, buffers and gradients whole and readable on the lead for a block.
+
+        What the block changes in place is sent back to the owners at its end. Outside a Trainer call the module is whole
+        anyway.
+        """
+        if self._attachment is None:
+            yield
+            return
+        with self._attachment.lead.summoned():
+            yield
+
+    # -- the timeline ----------------------------------------------------------------------------------------------
+
+    @property
+    def timeline(self) -> Timeline:
+        """What the stages did when, in the last calls of the running or the last Trainer call.
+
+        Raises:
+            PartitionError: where none was recorded.
+        """
+        if self._attachment is not None and self._timeline_option:
+            return self._attachment.lead.timeline()
+        if self._timeline is None:
+            raise PartitionError("no timeline was recorded; use PipelineStrategy(timeline=True) and run the Trainer")
+        return self._timeline
+
+    def _keep_timeline(self, lead: Lead) -> None:
+        if not self._timeline_option or not lead.events:
+            return
+        self._timeline = lead.timeline()
+        if isinstance(self._timeline_option, (str, Path)):
+            path = Path(self._timeline_option)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".json":
+                self._timeline.save_trace(path)
+            else:
+                save_gantt(self._timeline, path)
+
+    # -- end -------------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        """Makes the module whole again; workers stay for the next Trainer call."""
+        attachment, self._attachment = self._attachment, None
+        try:
+            if attachment is not None:
+                try:
+                    self._keep_timeline(attachment.lead)
+                finally:
+                    attachment.detach()
+        finally:
+            super().teardown()
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description="GPipe-style pipeline over the devices of one host")
+
+
+def _instead(method: Callable[..., Any], _: Callable[..., Any]) -> Callable[..., Any]:
+    return method
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _unknown_module_text(module: str, names: Names) -> str:
+    known = [path for path in names.module_at if path]
+    near = difflib.get_close_matches(module, known, n=3, cutoff=0.3) or known[:3]
+    return f"module={module!r} names no module; the nearest names are {', '.join(map(repr, near))}"
+
+
+if PipelineStrategy.strategy_name not in StrategyRegistry.available_strategies():
+    PipelineStrategy.register_strategies(StrategyRegistry)
