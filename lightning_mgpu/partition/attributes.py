@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mgpu import tree
+
 __all__ = ["AttributeGuards", "is_simple", "watched"]
 
 _SIMPLE = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, enum.Enum)
@@ -60,13 +62,15 @@ class AttributeGuards:
         key = (id(module), name)
         if key in self.seen or name in _INTERNAL or name == "training" or name.startswith("__"):
             return
+        if name not in object.__getattribute__(module, "__dict__") and tree.tensors_in(value):
+            return  # a property computes it from values that are noted themselves
         fingerprint = _fingerprint(value)
         if fingerprint is not _MISSING:
             self.seen[key] = (module, fingerprint)
 
     def changed(self) -> str | None:
         """Returns the name of an attribute that is no longer what it was, or ``None``."""
-        known: dict[int, Any] = {}  # configurations are shared by many modules: look at each once
+        known: dict[int, tuple[Any, Any]] = {}  # configurations are shared by many modules: look at each once
         for (_, name), (module, fingerprint) in self.seen.items():
             try:
                 value = getattr(module, name)
@@ -75,9 +79,9 @@ class AttributeGuards:
             if is_simple(value):
                 now = (type(value), value)
             else:
-                now = known.get(id(value), _MISSING)
-                if now is _MISSING:
-                    now = known[id(value)] = _fingerprint(value)
+                if id(value) not in known:
+                    known[id(value)] = value, _fingerprint(value)  # held, so that its id stays its own
+                now = known[id(value)][1]
             if now != fingerprint:
                 return name
         return None

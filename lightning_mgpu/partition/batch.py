@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import Tensor
+
 from lightning_mgpu.partition.graph import Graph, Node
 from lightning_mgpu.partition.record import StructureError
 
@@ -41,9 +44,14 @@ def batch_dims(whole: Graph, micro: Graph, batch_size: int, rows: int) -> list[D
     if len(whole.nodes) != len(micro.nodes) or len(whole.values) != len(micro.values):
         raise StructureError(f"the whole batch makes {len(whole.nodes)} calls, a microbatch {len(micro.nodes)}")
     for register, constant in whole.constants.items():
-        if micro.constants.get(register) is not constant:
+        if not _is_same(constant, micro.constants.get(register)):
             raise StructureError("a tensor is made anew in each forward by a call that can't be recorded")
     return [_dim(a.shape, b.shape, batch_size, rows) for a, b in zip(whole.values, micro.values, strict=True)]
+
+
+def _is_same(a: Tensor, b: Tensor | None) -> bool:
+    """Says whether two constants are one, or were made anew with the same numbers, as by ``torch.from_numpy``."""
+    return a is b or (b is not None and a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
 
 
 def _dim(whole: tuple[int, ...], micro: tuple[int, ...], batch_size: int, rows: int) -> Dim:
@@ -66,12 +74,14 @@ class Batching:
         body: indices of the nodes that run per microbatch, in order.
         tail: indices of the nodes that run once on the gathered batch, in order.
         wanted: registers the body hands over: results, and what the tail reads.
+        first_gathering: index of the first node that needs the whole batch, if any does.
     """
 
     dims: Sequence[Dim]
     body: tuple[int, ...]
     tail: tuple[int, ...]
     wanted: tuple[int, ...]
+    first_gathering: int | None = None
 
 
 def split_tail(graph: Graph, dims: Sequence[Dim] | None) -> Batching:
@@ -93,9 +103,11 @@ def split_tail(graph: Graph, dims: Sequence[Dim] | None) -> Batching:
     changed: set[int] = set()  # storages the tail changes
     body: list[int] = []
     tail: set[int] = set()
+    first_gathering = None
     for index in needed:
         node = graph.nodes[index]
         if late.intersection(node.reads) or graph.storage_of(node.reads) & changed or _gathers(node, dims):
+            first_gathering = index if first_gathering is None else first_gathering
             tail.add(index)
             late.update(r for r in node.outputs if r is not None)
             changed |= graph.storage_of(node.mutates)
@@ -112,7 +124,7 @@ def split_tail(graph: Graph, dims: Sequence[Dim] | None) -> Batching:
             else:
                 tail.update(again)
     alive = set(graph.live_nodes([*wanted, *_body_writes(graph, dims, made)]))
-    return Batching(dims, tuple(i for i in body if i in alive), tuple(sorted(tail)), tuple(wanted))
+    return Batching(dims, tuple(i for i in body if i in alive), tuple(sorted(tail)), tuple(wanted), first_gathering)
 
 
 def _body_writes(graph: Graph, dims: Sequence[Dim], made: set[int]) -> list[int]:

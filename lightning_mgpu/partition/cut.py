@@ -277,7 +277,7 @@ def _check_tail(graph: Graph, batching: Batching, names: Names, path: str) -> No
     cost = dict(zip(every, node_costs(graph, every, names, "flops"), strict=True))
     late = sum(cost[i] for i in batching.tail)
     if late > _MAX_TAIL_SHARE * sum(cost.values()):
-        node = graph.nodes[batching.tail[0]]
+        node = graph.nodes[batching.tail[0] if batching.first_gathering is None else batching.first_gathering]
         raise PartitionError(
             f"{node} looks across the whole batch in the middle of {path or type(names.root).__name__}: "
             f"{late / sum(cost.values()):.0%} of the work follows from it, and splitting the batch would change it; use "

@@ -80,6 +80,7 @@ class Node:
         outputs: register of each tensor in the result, in flattening order; ``None`` for leaves that are no tensors.
         mutates: registers whose memory the call changed.
         path: innermost module of the user's in whose forward the call stands.
+        changes: names of the buffers whose memory the call changed.
         flops: floating-point operations of the forward call.
         num_bytes: bytes read and written by the forward call.
     """
@@ -99,6 +100,7 @@ class Node:
     dynamic: bool = False
     keep: bool = False
     metadata_only: bool = False
+    changes: tuple[str, ...] = ()
 
     @property
     def is_module(self) -> bool:

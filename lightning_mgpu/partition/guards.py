@@ -30,7 +30,7 @@ class GuardChecks:
             needed = [i for i in graph.live_nodes(reads, before=guard.position) if not graph.nodes[i].keep]
             fresh = [i for i in needed if i not in done]
             done.update(fresh)
-            kept = [*graph.inputs, *(r for i in fresh for r in graph.nodes[i].outputs if r is not None)]
+            kept = [*graph.inputs, *reads, *(r for i in fresh for r in graph.nodes[i].outputs if r is not None)]
             self._checks.append((compile_nodes(graph, fresh, kept), guard))
 
     def hold(self, environment: Environment, store: Store) -> bool:

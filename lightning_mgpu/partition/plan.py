@@ -30,7 +30,7 @@ from lightning_mgpu.partition.program import Program, Store, compile_nodes
 from lightning_mgpu.partition.record import Recorder, Recording, StructureError
 from lightning_mgpu.partition.stage import Stage
 
-__all__ = ["CallPlan", "ModuleStore", "Planner"]
+__all__ = ["CallPlan", "ModuleStore", "Planner", "counted_buffers"]
 
 _MAX_PLANS = 64
 _MANY_RECORDINGS = 32
@@ -116,6 +116,7 @@ class Planner:
         self._numbers = itertools.count()
         self._replicated: dict[Any, set[int]] = {}
         self._warned = False
+        self._parts: dict[str, tuple[list[nn.Module], list[nn.Parameter]]] = {}
         self._planned: set[str] = set()
         self._dropped: list[int] = []
 
@@ -181,11 +182,17 @@ class Planner:
             )
 
     def _signature(self, path: str, leaves: Sequence[Any], spec: tree.Spec) -> Any:
-        module = self.names.module_at[path]
-        modes = tuple(m.training for m in module.modules())
-        flags = tuple(p.requires_grad for p in module.parameters())
+        modules, parameters = self._parts_of(path)
+        modes = tuple([m.training for m in modules])
+        flags = tuple([p.requires_grad for p in parameters])
         described = tuple(_described(leaf) for leaf in leaves)
         return path, _spec_key(spec), described, modes, flags, Ambient.current().without_inference()
+
+    def _parts_of(self, path: str) -> tuple[list[nn.Module], list[nn.Parameter]]:
+        if path not in self._parts:
+            module = self.names.module_at[path]
+            self._parts[path] = list(module.modules()), list(module.parameters())
+        return self._parts[path]
 
     # -- guards ----------------------------------------------------------------------------------------------------
 
@@ -210,13 +217,25 @@ class Planner:
         batching = split_tail(whole.graph, dims)
         layout = cut(whole.graph, batching, self.names, self.placement, self.request, path)
         place(whole.graph, batching, layout, self.names, self.placement, path)
-        self._planned.add(path)
         stages = {rows: self._stages(recording, batching, layout) for rows, recording in micro.items()}
+        if path not in self._planned and len(sizes) > 1:
+            self._name_counted_buffers(path, stages)
+        self._planned.add(path)
         inputs = tuple(batching.dims[r] for r in dict.fromkeys(whole.graph.inputs))
         tail = self._tail(whole.graph, batching)
         guards = GuardChecks(whole.graph) if whole.graph.guards else None
         whole.tensors.clear()
         return CallPlan(next(self._numbers), path, sizes, stages, batching, tail, whole, layout, inputs, guards)
+
+    def _name_counted_buffers(self, path: str, stages: dict[int, tuple[Stage, ...]]) -> None:
+        """Warns of buffers that every microbatch changes, where one device changes them once per batch."""
+        counted = counted_buffers(next(iter(stages.values())))
+        if counted:
+            warnings.warn(
+                f"{self._describe(path)} changes the buffers {', '.join(sorted(counted))} in its forward, which every "
+                "microbatch does again; use num_microbatches=1 where once per batch matters",
+                stacklevel=6,
+            )
 
     def _stages(self, recording: Recording, batching: Batching, layout: Layout) -> tuple[Stage, ...]:
         return make_stages(
@@ -306,6 +325,13 @@ class Planner:
         return compile_nodes(graph, batching.tail, results, store=self.store, buffer_writes=writes)
 
 
+def counted_buffers(stages: Sequence[Stage]) -> set[str]:
+    """Names the buffers that every microbatch changes."""
+    steps = [step for stage in stages for step in stage.program.steps]
+    once = {name for step in steps if step.once != "all" for name in step.changes}
+    return {name for step in steps if step.once == "all" and not step.batch_norm for name in step.changes} - once
+
+
 def _described(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad
@@ -322,7 +348,11 @@ def _described(leaf: Any) -> Any:
 
 
 def _spec_key(spec: tree.Spec) -> Any:
-    return str(spec)
+    try:
+        hash(spec)
+    except TypeError:
+        return str(spec)
+    return spec
 
 
 def _narrowed(

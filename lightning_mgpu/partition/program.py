@@ -43,6 +43,7 @@ class Step:
         places: (position in the template, register) pairs.
         spec: how the leaves make up ``(args, kwargs)``, or ``None`` when the leaves are the positional arguments.
         frees: registers nobody reads after this step.
+        changes: names of the buffers it changes.
         once: whether the step runs only for the first or the last microbatch of a call, or for all.
     """
 
@@ -56,6 +57,7 @@ class Step:
     label: str
     once: Literal["all", "first", "last"] = "all"
     batch_norm: bool = False
+    changes: tuple[str, ...] = ()
 
     def arguments(self, environment: Environment) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Fills the template in."""
@@ -153,7 +155,11 @@ class Program:
                     position += 1
                     if (step.once == "first" and not first) or (step.once == "last" and not last):
                         continue
-                    self._step(step, environment, store, statistics, observe)
+                    try:
+                        self._step(step, environment, store, statistics, observe)
+                    except Exception as error:
+                        error.add_note(f"raised by {step.label}")  # the traceback alone would not name the user's line
+                        raise
         if last:
             for name, register in self.buffer_writes.items():
                 store.set_buffer(name, environment[register])
@@ -235,7 +241,7 @@ def compile_nodes(
     ambients: dict[Ambient, int] = {}
     steps = [_step(graph, index, tuple(frees.get(position, ())), ambients, store) for position, index in enumerate(nodes)]
     if unbatched is not None:
-        for step, once in zip(steps, _once(graph, nodes, unbatched), strict=True):
+        for step, once in zip(steps, _once(graph, nodes, unbatched, keep), strict=True):
             step.once = once
     used = {r for index in nodes for r in graph.nodes[index].reads} | keep
     sources = {r: s for r, s in graph.sources.items() if r in used and s.kind != "input"}
@@ -268,27 +274,48 @@ def _step(graph: Graph, index: int, frees: tuple[int, ...], ambients: dict[Ambie
     )
     mode = ambients.setdefault(node.ambient, len(ambients))
     label = f"{node} #{index}"
-    return Step(node.target, template, places, spec, node.outputs, frees, mode, label, batch_norm=norm)
+    return Step(node.target, template, places, spec, node.outputs, frees, mode, label, batch_norm=norm, changes=node.changes)
 
 
-def _once(graph: Graph, nodes: Sequence[int], unbatched: Callable[[int], bool]) -> list[Literal["all", "first", "last"]]:
+def _once(
+    graph: Graph, nodes: Sequence[int], unbatched: Callable[[int], bool], wanted: Iterable[int]
+) -> list[Literal["all", "first", "last"]]:
     """Finds updates of buffers that do not depend on the batch, to be made once per call instead of per microbatch.
 
     Such an update runs for the first microbatch when its buffer is only read after it, for the last one when the buffer is
-    only read before it, and for each (as documented) when it is read on both sides.
+    only read before it, and for each (as documented) when it is read on both sides. What is computed for updates alone, as
+    the products of a power iteration, does not count as a read.
     """
     buffers = {graph.values[r].storage for r, s in graph.sources.items() if s.kind == "buffer"}
-    reads = [graph.storage_of(graph.nodes[i].reads) for i in nodes]
     changes = [graph.storage_of(graph.nodes[i].mutates) & buffers for i in nodes]
+    updates = {
+        p for p, i in enumerate(nodes)
+        if changes[p] and not graph.nodes[i].is_module and all(unbatched(r) for r in graph.nodes[i].reads)
+    }  # fmt: skip
+    reads = [graph.storage_of(graph.nodes[i].reads) for i in nodes]
+    readers = set(range(len(nodes))) - updates - _serving(graph, nodes, updates, wanted)
     result: list[Literal["all", "first", "last"]] = []
-    for position, index in enumerate(nodes):
-        node = graph.nodes[index]
-        if not changes[position] or node.is_module or not all(unbatched(r) for r in node.reads):
+    for position in range(len(nodes)):
+        if position not in updates:
             result.append("all")
             continue
-        before = any(reads[p] & changes[position] and not changes[p] & changes[position] for p in range(position))
-        after = any(
-            reads[p] & changes[position] and not changes[p] & changes[position] for p in range(position + 1, len(nodes))
-        )
+        before = any(p < position and reads[p] & changes[position] for p in readers)
+        after = any(p > position and reads[p] & changes[position] for p in readers)
         result.append("all" if before and after else "last" if before else "first")
     return result
+
+
+def _serving(graph: Graph, nodes: Sequence[int], updates: set[int], wanted: Iterable[int]) -> set[int]:
+    """Finds the positions of the nodes whose results nothing but ``updates`` needs."""
+    needed = set(wanted)
+    serving: set[int] = set()
+    for position in range(len(nodes))[::-1]:
+        node = graph.nodes[nodes[position]]
+        made = {r for r in node.outputs if r is not None}
+        if position in updates:
+            continue
+        if node.keep or node.mutates or not made or made & needed:
+            needed.update(node.reads)
+        else:
+            serving.add(position)
+    return serving

@@ -203,10 +203,11 @@ class _Run(TorchFunctionMode):
         self.guards: list[Guard] = []
         self.constants: dict[int, Tensor] = {}
         self.private: set[int] = set()  # storages that depend on weights or random numbers
-        self.owned: set[int] = set()  # storages of parameters and buffers
+        self.owned: dict[int, str] = {}  # names of parameters and buffers by storage
         self.scopes = [self.names.path_of[id(module)]]
         self.leaves: dict[str, None] = {}
         self.paused = False
+        self.known: dict[int, dict[str, Any]] = {}  # attributes of the modules when the run began
         self.swap: Swap
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -222,6 +223,7 @@ class _Run(TorchFunctionMode):
             args, kwargs = tree.unflatten(copied, spec)
             stack.enter_context(preserved_rng())
             changes = stack.enter_context(_Attributes(self.names.root))
+            self.known = changes.known
             if self.real:
                 stack.enter_context(self.names.scratch_buffers())
             self.swap = stack.enter_context(fake_weights(self.names.root, enabled=not self.real))
@@ -235,12 +237,13 @@ class _Run(TorchFunctionMode):
             with self:
                 result = self.module.forward(*args, **kwargs)
             if before != (_draws()):
-                self._refuse("draws from Python's or NumPy's random numbers, which a recording can't repeat; use torch.rand")
+                reason = "draws from Python's or NumPy's random numbers, which a recording can't repeat; use torch.rand"
+                raise RecordingError(_unrepeatable_text(self.module, reason))
             return self._finish(result, changes, inputs)
 
     def _finish(self, result: Any, changes: _Attributes, inputs: list[int]) -> Recording:
         written = self._buffer_writes()
-        stored = changes.stored_tensors(self.names, tuple(self.leaves), self._refuse)
+        stored = changes.stored_tensors(self.names, tuple(self.leaves))
         leaves, spec = tree.flatten((result, stored))
         outputs = [Ref(self._register(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._refuse_changed_inputs(inputs)
@@ -293,7 +296,7 @@ class _Run(TorchFunctionMode):
             present = self.names.current(name) if self.real else self.swap.fake_of[id(tensor)]
             kind: Literal["parameter", "buffer"] = "parameter" if self.names.kinds[name] == "parameter" else "buffer"
             self._add(present, Source(kind, name), private=True)
-            self.owned.add(self.values[-1].storage)
+            self.owned.setdefault(self.values[-1].storage, name)
 
     def _add_input(self, tensor: Tensor, position: int) -> int:
         known = self.register_of.get(id(tensor))
@@ -380,14 +383,15 @@ class _Run(TorchFunctionMode):
         ambient = Ambient.current()
         with OperatorWatch() as watch:
             result = self._run(function, args, kwargs)
+        watch.dynamic = watch.dynamic and not _has_fixed_shape(function, args, kwargs)
         mutates = tuple(r for r, t, v in zip(reads, tensors, versions, strict=True) if t._version != v)
         leaves = tree.flatten(result)[0]
         if not mutates and not keep and not any(isinstance(leaf, Tensor) for leaf in leaves):
             if watch.dynamic and reads:
                 return self._note_value(target, args, kwargs, reads, result)
             return result
-        changed = {self.values[r].storage for r in mutates}
-        keep = keep or watch.random or bool(changed & self.owned)
+        changed = {self.values[r].storage for r in mutates} & self.owned.keys()
+        keep = keep or watch.random or bool(changed)
         private = watch.random or any(self._is_private(t) for t in tensors) or isinstance(target, str)
         if private:
             self.private.update(_storage_of(self.tensors[r]) for r in mutates)
@@ -400,6 +404,7 @@ class _Run(TorchFunctionMode):
                 getattr(function, "__name__", "") in _METADATA_CALLS,
             )
         )  # fmt: skip
+        self.nodes[-1].changes = tuple(sorted(self.owned[storage] for storage in changed))
         if watch.dynamic and not private and self.answers is None:
             for register in outputs:
                 if register is not None:
@@ -410,12 +415,15 @@ class _Run(TorchFunctionMode):
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
         except _FAKE_ERRORS as error:
             index = self._boolean_index(function, args)
             if index is not None:
                 return args[0][index]
             self._refuse(f"takes a shape or value from numbers that depend on weights ({type(error).__name__})")
+        if args and result is args[0] and getattr(function, "__name__", "") == "contiguous":
+            return result.view_as(result)  # whether it copies may depend on the number of rows; a register must not
+        return result
 
     def _boolean_index(self, function: Any, args: tuple[Any, ...]) -> Any:
         """Rewrites ``fake[mask]`` with a mask known from the batch into an index whose shape is known."""
@@ -511,6 +519,9 @@ class _Run(TorchFunctionMode):
             return plain(module, *args, **kwargs)
         if path not in self.promoted and isinstance(module, torch.jit.ScriptModule):
             self.promoted[path] = "is scripted"
+        hooks = module._backward_hooks or module._backward_pre_hooks  # noqa: SLF001 - no public call lists them
+        if hooks and not is_leaf_type(module):
+            self.promoted.setdefault(path, "has backward hooks, which take it as one piece")
         if path in self.promoted or (is_leaf_type(module) and module is not self.module):
             return self._leaf(module, plain, path, args, kwargs)
         self.scopes.append(path)
@@ -529,6 +540,7 @@ class _Run(TorchFunctionMode):
         self.leaves[path] = None
         self.scopes.append(path)
         buffers = [(b, b._version) for b in module.buffers()]
+        names = [self.sources[self.register_of[id(b)]].name for b, _ in buffers]
         real = path in self.promoted and not self.real
 
         def inside(*args: Any, **kwargs: Any) -> Any:
@@ -539,8 +551,10 @@ class _Run(TorchFunctionMode):
             result = self.call(path, inside, args, kwargs)
         finally:
             self.scopes.pop()
-        if len(self.nodes) > num_nodes and (real or any(b._version != v for b, v in buffers)):
+        changed = tuple(name for name, (b, v) in zip(names, buffers, strict=True) if real or b._version != v)
+        if len(self.nodes) > num_nodes and (real or changed):
             self.nodes[-1].keep = True
+            self.nodes[-1].changes = changed
         return result
 
     def function_apply(self, function: type[torch.autograd.Function], plain: Any, args: Any, kwargs: Any) -> Any:
@@ -553,8 +567,13 @@ class _Run(TorchFunctionMode):
         return self.call(ApplyFunction(function), plain, args, kwargs)
 
     def _note_attribute(self, module: nn.Module, name: str, value: Any) -> None:
-        if id(module) in self.names.path_of:
-            self.attributes.note(module, name, value)
+        known = self.known.get(id(module))
+        if known is None:
+            return
+        own = object.__getattribute__(module, "__dict__")  # unwatched
+        if name in own and own[name] is not known.get(name, _Attributes):
+            return  # what the forward has set itself is nothing it depends on
+        self.attributes.note(module, name, value)
 
     def _buffer_writes(self) -> dict[str, int]:
         written: dict[str, int] = {}
@@ -572,6 +591,14 @@ class _Run(TorchFunctionMode):
                     full = f"{path}.{name}" if path else name
                     raise RecordingError(f"the forward rebinds the parameter {full!r}; change its values in place instead")
         return written
+
+
+def _has_fixed_shape(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Says whether a call only checks the numbers it looks at, as ``one_hot`` does when the number of classes is given."""
+    if getattr(function, "__name__", "") != "one_hot":
+        return False
+    num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    return isinstance(num_classes, int) and num_classes > 0
 
 
 def _shape_of(tensor: Tensor) -> tuple[int, ...]:
@@ -663,6 +690,7 @@ class _Attributes:
 
     def __init__(self, root: nn.Module) -> None:
         self.before = [(module, dict(module.__dict__), _contents(module)) for module in root.modules()]
+        self.known = {id(module): attributes for module, attributes, _ in self.before}
 
     def __enter__(self) -> Self:
         return self
@@ -675,7 +703,7 @@ class _Attributes:
             for name, content in contents.items():
                 _refill(attributes[name], content)
 
-    def stored_tensors(self, names: Names, leaves: Sequence[str], refuse: Callable[[str], Any]) -> dict[tuple[str, str], Any]:
+    def stored_tensors(self, names: Names, leaves: Sequence[str]) -> dict[tuple[str, str], Any]:
         """Returns what the forward stored on modules by (path, attribute), where it holds tensors.
 
         Everything else that changed is refused: a replayed forward would not change it again. What leaf modules do inside
@@ -694,11 +722,17 @@ class _Attributes:
                 if tree.tensors_in(value):
                     stored[path, name] = value
                 elif name != "_forward_pre_hooks":
-                    refuse(_changed_text(path, name))
+                    raise RecordingError(_unrepeatable_text(module, _changed_text(path, name)))
             for name, content in contents.items():
                 if not _same_items(attributes[name], content):
-                    refuse(_changed_text(path, name))
+                    raise RecordingError(_unrepeatable_text(module, _changed_text(path, name)))
         return stored
+
+
+def _unrepeatable_text(module: nn.Module, reason: str) -> str:
+    code = getattr(type(module).forward, "__code__", None)
+    where = "" if code is None else f" ({Line(code.co_filename, code.co_firstlineno, code.co_name)})"
+    return f"cannot record the forward of {type(module).__name__}{where}: it {reason}"
 
 
 def _changed_text(path: str, name: str) -> str:

@@ -17,7 +17,7 @@ from lightning_mgpu import tree
 from lightning_mgpu.errors import SelfCheckError
 from lightning_mgpu.partition.ambient import Ambient
 from lightning_mgpu.partition.gather import deal_inputs, finish, gather
-from lightning_mgpu.partition.plan import CallPlan, Planner
+from lightning_mgpu.partition.plan import CallPlan, Planner, counted_buffers
 from lightning_mgpu.partition.program import Step
 from lightning_mgpu.partition.record import Recording, preserved_rng
 from lightning_mgpu.partition.stage import StageRun
@@ -31,8 +31,9 @@ def check_plan(
     """Checks one plan on the call it was made from, in the modes the module is in.
 
     Without dropout or other random numbers, the cut stages over all microbatches, gathered and through the tail, are compared
-    with the module's own forward on the whole batch, unless the forward keeps batch statistics. In any case the first
-    microbatch of each size is compared under the same random state: values, gradients by name, and changed buffers.
+    with the module's own forward on the whole batch, unless the forward keeps batch statistics or changes buffers in every
+    microbatch. In any case the first microbatch of each size is compared under the same random state: values, gradients by
+    name, and changed buffers.
 
     Args:
         planner: the planner that made the plan.
@@ -73,7 +74,8 @@ def _own(leaf: Tensor, unique: Any, seen: dict[int, Tensor]) -> Tensor:
 def _depends_on_draws(plan: CallPlan) -> bool:
     steps = [s for stages in plan.stages.values() for stage in stages for s in stage.program.steps]
     random = any(plan.graph.nodes[i].random for i in (*plan.batching.body, *plan.batching.tail))
-    return random or (any(s.batch_norm for s in steps) and plan.num_microbatches > 1)
+    counted = any(s.batch_norm for s in steps) or any(counted_buffers(stages) for stages in plan.stages.values())
+    return random or (counted and plan.num_microbatches > 1)
 
 
 def _check_whole(planner: Planner, plan: CallPlan, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:

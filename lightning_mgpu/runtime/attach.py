@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_mgpu.errors import PartitionError
+from lightning_mgpu.errors import PartitionError, RecordingError
 from lightning_mgpu.runtime.faces import put_faces
 from lightning_mgpu.runtime.lead import Lead
 
@@ -36,6 +36,7 @@ class Attachment:
         self.module = module
         self.num_remote_calls = 0
         self._busy = False
+        self._remote: set[str] = set()
         names = lead.planner.names
         for path, child in names.modules_below(""):
             if not leave(child) and next(child.parameters(), None) is not None:
@@ -43,14 +44,18 @@ class Attachment:
                 lead.patches.put(child, "zero_grad", self._zero_grad(child))
                 lead.patches.put(child, "state_dict", self._shown())
                 lead.patches.put(child, "load_state_dict", self._at_home())
+        for name in ("log", "log_dict"):
+            if hasattr(lead.root, name):
+                lead.patches.put(lead.root, name, self._not_in_forward(name))
         put_faces(lead.optimizers, lead, lead.patches)
 
     def _is_remote(self, path: str, module: nn.Module) -> bool:
-        if self.lead.is_placed(module):
+        if path in self._remote:
             return True
-        if self.module is not None:
-            return path == self.module
-        return count_layers(module) >= self.lead.num_stages
+        wanted = path == self.module if self.module is not None else count_layers(module) >= self.lead.num_stages
+        if wanted or self.lead.is_placed(module):
+            self._remote.add(path)
+        return path in self._remote
 
     def _forward(self, path: str, module: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +77,22 @@ class Attachment:
             yield
         finally:
             self._busy = False
+
+    def _not_in_forward(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Refuses what a forward may do on one device, but a replayed one would not do again."""
+
+        def make(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def method(*args: Any, **kwargs: Any) -> Any:
+                if self._busy:
+                    raise RecordingError(
+                        f"the forward calls self.{name}, which a replayed forward would not do again; return the value and "
+                        "log it in the step"
+                    )
+                return plain(*args, **kwargs)
+
+            return method
+
+        return make
 
     def _zero_grad(self, module: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,6 +51,7 @@ class Failures:
             return
         self._inside = True
         try:
+            self.lead.workers.check_alive()
             yield
         except BaseException as error:
             self._fail(error, doing)
@@ -104,7 +105,9 @@ class Failures:
             return failure
         if ends:
             stage, how = next(iter(ends.items()))
-            return StageError(self._text(stage, None, doing, f"its process {how}{note}"), stage=stage)
+            failure = StageError(self._text(stage, None, doing, f"its process {how}{note}"), stage=stage)
+            failure.__suppress_context__ = True  # that its peers lost touch with it says nothing more
+            return failure
         failure = StageError(f"the stages lost touch during {doing}: {error}{note}", stage=self.lead.index)
         failure.__cause__ = error
         return failure

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from lightning_mgpu.errors import PlacementError
+from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.plan import CallPlan
 from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.pack import pack
@@ -16,7 +18,29 @@ from lightning_mgpu.runtime.placeholder import hide, is_hidden, restore
 if TYPE_CHECKING:
     from lightning_mgpu.runtime.lead import Lead
 
-__all__ = ["Home"]
+__all__ = ["Home", "check_gradient_hooks"]
+
+
+def check_gradient_hooks(names: Names, path: str) -> None:
+    """Refuses hooks on the gradients of parameters: they would stay behind when the values go to their stages.
+
+    Args:
+        names: names below the root.
+        path: path of the module that is pipelined.
+
+    Raises:
+        PlacementError: with the name of the parameter and the remedy.
+    """
+    for name in names.tensor_names(names.module_at[path]):
+        tensor = names.tensors[name]
+        if is_hidden(tensor):
+            continue
+        if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:  # noqa: SLF001 - no public call lists them
+            raise PlacementError(
+                f"parameter {name!r} has a hook on its gradient, which can't run on another stage, where the gradient comes in "
+                "parts, one of each microbatch; change the gradient in on_after_backward, inside "
+                "self.trainer.strategy.summon_parameters()"
+            )
 
 
 class Home:

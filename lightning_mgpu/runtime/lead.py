@@ -26,7 +26,7 @@ from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.engine import Engine
 from lightning_mgpu.runtime.failure import Failures
 from lightning_mgpu.runtime.gradients import clip, norms, total_norm
-from lightning_mgpu.runtime.home import Home
+from lightning_mgpu.runtime.home import Home, check_gradient_hooks
 from lightning_mgpu.runtime.pack import pack
 from lightning_mgpu.runtime.patches import Patches
 from lightning_mgpu.runtime.placeholder import is_hidden
@@ -127,10 +127,8 @@ class Lead:
             StageError: where a stage failed.
         """
         plan, tensors = self._plan(path, args, kwargs)
-        parameters = (
-            self.planner.names.tensors[n] for n in self.planner.names.tensor_names(self.planner.names.module_at[path])
-        )
-        trains = any(t.requires_grad for t in tensors) or any(t.requires_grad for t in parameters)
+        parameters = self.planner.names.module_at[path].parameters()
+        trains = any(t.requires_grad for t in tensors) or any(p.requires_grad for p in parameters)
         grad = torch.is_grad_enabled() and trains
         inputs = deal_inputs(plan, [t.detach() for t in tensors])
         call = RemoteCall(self, plan, next(self._calls), inputs, grad=grad)
@@ -147,6 +145,8 @@ class Lead:
 
     def _plan(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Tensor]]:
         first = not self.planner.is_planned(path)
+        if first:
+            check_gradient_hooks(self.planner.names, path)
         if first and self.expects_training:
             self._plan_training_first(path, args, kwargs)
         plan, tensors, new = self.planner.find(path, args, kwargs)
@@ -330,7 +330,11 @@ class Lead:
                 packed = pack(parts, names=self.home.names_at(stage), what="the optimizers")
             self.workers.tell(stage, m.Optimizers(packed.header(), owners), packed)
         self._parts = [owned_part(optimizer, owned_by(self.index)) for optimizer in self.optimizers]
+        self._groups = self._sizes_of_groups()
         self._owners = owners
+
+    def _sizes_of_groups(self) -> list[list[int]]:
+        return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
 
     def _shared_in(self, optimizer: Optimizer) -> dict[str, frozenset[int]]:
         name_of = self.planner.names.name_of
@@ -339,11 +343,15 @@ class Lead:
 
     def step(self, index: int, kwargs: Mapping[str, Any]) -> None:
         """Steps one optimizer on all owners, with the hyperparameters it has now."""
+        if self._groups != self._sizes_of_groups():  # parameters were added, as finetuning callbacks do
+            with self.failures.guarded("placement"):
+                self._send_optimizers()
         assert self._parts is not None
         part, owners = self._parts[index], self._owners[index]
         groups = hyperparameters(self.optimizers[index])
         with self.failures.guarded("optimizer step"):
             if self.num_stages > 1:
+                self.workers.settle()  # no owner steps where the backward failed on another
                 self.workers.tell_all(m.Step(index, groups))
             for mine, face in zip(part.param_groups, self.optimizers[index].param_groups, strict=True):
                 mine.update({k: v for k, v in face.items() if k != "params"})

@@ -14,6 +14,7 @@ __all__ = [
     "Backward",
     "Clip",
     "Collect",
+    "Done",
     "Failure",
     "Forward",
     "Free",
@@ -26,6 +27,7 @@ __all__ = [
     "State",
     "Step",
     "Surrender",
+    "Sync",
     "ZeroGrad",
 ]
 
@@ -158,6 +160,16 @@ class Answer:
 
     what: str
     packed: Packed
+
+
+@dataclass
+class Sync:
+    """Lead: answer with `Done` when all that was said before is done."""
+
+
+@dataclass
+class Done:
+    """Worker: answers `Sync`."""
 
 
 @dataclass

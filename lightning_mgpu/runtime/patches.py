@@ -5,13 +5,34 @@ Patches are instance attributes, so the classes stay as they are; each knows wha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Patches"]
+__all__ = ["Cover", "Patches"]
 
 _MISSING = object()
+
+
+class Cover:
+    """Stands as an instance attribute in front of a method.
+
+    A copy or a pickle of the object it stands on gets the method itself, since a copy is no part of the pipeline.
+    """
+
+    def __init__(self, obj: Any, name: str, function: Callable[..., Any], plain: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, plain)
+        self.__dict__.update(function.__dict__)
+        self._obj = obj
+        self._name = name
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._obj, self._name)
 
 
 class Patches:
@@ -25,7 +46,7 @@ class Patches:
         plain = getattr(obj, name)
         attributes = obj.__dict__
         covered = attributes.get(name, _MISSING)
-        attributes[name] = make(plain)
+        attributes[name] = Cover(obj, name, make(plain), plain)
         self._put.append((attributes, name, covered, attributes[name]))
 
     def take_off(self) -> None:

@@ -40,6 +40,8 @@ class _Hidden:
         if known:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if name == "equal" and len(args) == 2 and (args[0] is args[1] or args[0].shape != args[1].shape):
+            return args[0] is args[1]
         hidden = next((a for a in _flat(args, kwargs) if isinstance(a, _Hidden)), None)
         raise PlacementError(_text(hidden, func))
 

@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 
 __all__ = ["hyperparameters", "owned_part", "set_hyperparameters"]
 
+_COVERED = ("step", "zero_grad", "state_dict", "load_state_dict")  # the face's own, no part of the optimizer
+
 
 def owned_part(optimizer: Optimizer, owned: Callable[[Tensor], bool]) -> Optimizer:
     """Makes an optimizer of the same class for some of the parameters, sharing their state with the original.
@@ -29,7 +31,7 @@ def owned_part(optimizer: Optimizer, owned: Callable[[Tensor], bool]) -> Optimiz
         The part; its groups correspond to the original's one by one and may be empty.
     """
     part = copy.copy(optimizer)
-    part.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k not in ("step", "zero_grad")}
+    part.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k not in _COVERED}
     part.param_groups = [{**group, "params": [p for p in group["params"] if owned(p)]} for group in optimizer.param_groups]
     part.state = defaultdict(dict, {p: s for p, s in optimizer.state.items() if owned(p)})
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

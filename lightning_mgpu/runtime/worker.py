@@ -6,7 +6,6 @@ reads the control connection, so that the lead's end is noticed even while the o
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import queue
@@ -15,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -35,7 +35,7 @@ from lightning_mgpu.runtime.steps import set_hyperparameters
 
 __all__ = ["WorkerStore", "main"]
 
-_PR_SET_PDEATHSIG = 1
+_PARENT_CHECK_S = 0.5
 _IDLE_WAIT_S = 2.0
 
 
@@ -243,6 +243,9 @@ class Worker:
         take_back(self.stage, owners, self.store.tensors.__getitem__)
         self.engine.doing = "idle"
 
+    def _on_sync(self, _: m.Sync) -> None:
+        self.say(m.Done())
+
     def _on_zerograd(self, message: m.ZeroGrad) -> None:
         for name in message.names:
             tensor = self.store.tensors[name]
@@ -275,18 +278,21 @@ class Worker:
 
 
 def _end_with(parent: int) -> None:
-    """Asks the kernel to end this process with its parent, in case the connection outlives it in a forked child."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(0)
+    """Ends this process soon after its parent, in case the connection outlives it in a forked child.
+
+    Linux could do so itself (``PR_SET_PDEATHSIG``), but would end it with the thread that started it.
+    """
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_S)
+    os._exit(0)
 
 
 def main() -> None:
     """Runs a worker; what it must know comes as one pickle on standard input."""
+    warnings.filterwarnings("ignore", message=r".*LeafSpec.* is deprecated")  # torch's own pickles of trees raise it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the lead, which tells its workers
     start = pickle.load(sys.stdin.buffer)
-    _end_with(start["parent"])
+    threading.Thread(target=_end_with, args=(start["parent"],), daemon=True, name="parent watch").start()
     sys.path[:] = start["path"]
     if start["num_threads"] is not None:
         torch.set_num_threads(start["num_threads"])

@@ -11,6 +11,7 @@ import os
 import pickle
 import queue
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.dataplane import DataPlane
 from lightning_mgpu.runtime.pack import Packed, unpack
 
-__all__ = ["WorkerGone", "Workers"]
+__all__ = ["WorkerGone", "Workers", "threads_per_process"]
 
 _END_WAIT_S = 5.0
 _MESSAGE = TypeVar("_MESSAGE")
@@ -50,8 +51,9 @@ class WorkerGone(Exception):  # noqa: N818 - the error is raised from it
 class _Process:
     """Is one worker process with the threads that listen to it."""
 
-    def __init__(self, stage: int, start: dict[str, Any], environment: dict[str, str]) -> None:
+    def __init__(self, stage: int, start: dict[str, Any], environment: dict[str, str], on_end: weakref.WeakMethod[Any]) -> None:
         self.stage = stage
+        self.ended = threading.Event()
         ours, theirs = Pipe(duplex=True)
         self.connection: Connection = ours
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -76,7 +78,7 @@ class _Process:
             self.popen.stdin.close()
         theirs.close()
         self.threads = [
-            threading.Thread(target=_listen, args=(weakref.ref(self), ours, self.inbox), daemon=True),
+            threading.Thread(target=_listen, args=(ours, self.inbox, self.ended, on_end), daemon=True),
             threading.Thread(target=_forward_output, args=(self.popen.stdout, self.output), daemon=True),
         ]
         for thread in self.threads:
@@ -96,13 +98,19 @@ class _Process:
         return message
 
 
-def _listen(_: Any, connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+def _listen(
+    connection: Connection, inbox: queue.SimpleQueue[Any], ended: threading.Event, on_end: weakref.WeakMethod[Any]
+) -> None:
     """Moves messages from the connection to the inbox; a final None says that the worker ended."""
     while True:
         try:
             inbox.put(pickle.loads(connection.recv_bytes()))
         except (EOFError, OSError):
+            ended.set()
             inbox.put(None)
+            tell = on_end()
+            if tell is not None:
+                tell()
             return
 
 
@@ -182,7 +190,7 @@ class Workers:
             return
         self.close()
         self._folder = tempfile.mkdtemp(prefix="lightning_mgpu-")
-        num_threads = _threads_per_process(self.num_stages)
+        num_threads = threads_per_process(self.num_stages)
         environment = {**os.environ, "LIGHTNING_MGPU_ROLE": "worker"}
         package_root = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -200,8 +208,9 @@ class Workers:
                 "deterministic": torch.backends.cudnn.deterministic,
             },
         }
-        self._processes = [_Process(j, {**start, "device": str(self.devices[j])}, environment) for j in self.stages]
-        self._finalizer = weakref.finalize(self, _end, list(self._processes), self._folder)
+        on_end = weakref.WeakMethod(self._release_waits)
+        self._processes = [_Process(j, {**start, "device": str(self.devices[j])}, environment, on_end) for j in self.stages]
+        self._finalizer = weakref.finalize(self, _end, list(self._processes), self._folder, os.getpid())
 
     def ready(self) -> None:
         """Waits until the processes run and the data plane connects them."""
@@ -227,6 +236,17 @@ class Workers:
         assert self._folder is not None
         lead = self.num_stages - 1
         self.plane = DataPlane(str(Path(self._folder) / "rendezvous"), lead, self.num_stages, self.devices[lead])
+
+    def _release_waits(self) -> None:
+        """Ends waits for a process that is gone; on NCCL they would last for ever, on gloo they end by themselves."""
+        if self.plane is not None:
+            self.plane.abort()
+
+    def check_alive(self) -> None:
+        """Raises `WorkerGone` where a process ended meanwhile."""
+        for process in self._processes:
+            if process.ended.is_set():
+                raise WorkerGone(process.stage, process.failure)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -281,6 +301,16 @@ class Workers:
             answers.append(unpack(self.plane.receive_packed(answer.packed, stage), _no_names))
         return answers
 
+    def settle(self) -> None:
+        """Waits until every worker has done what it was told.
+
+        Raises:
+            WorkerGone: where a worker ended, as one does that fails.
+        """
+        self.tell_all(m.Sync())
+        for stage in self.stages:
+            self.expect(stage, m.Done)
+
     # -- after a failure -------------------------------------------------------------------------------------------
 
     def autopsy(self, wait_s: float) -> dict[int, m.Failure | None]:
@@ -309,7 +339,8 @@ class Workers:
             process.popen.wait(_END_WAIT_S)
         code = process.popen.returncode
         if code is not None and code < 0:
-            return f"was killed by signal {-code}" + (" (out of memory, perhaps)" if code == -9 else "")
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            return f"was killed by {name}" + (" (out of memory, perhaps)" if name == "SIGKILL" else "")
         return f"ended with exit code {code}"
 
     def surrender(self, timeout_s: float) -> dict[int, bytes | None]:
@@ -340,15 +371,17 @@ def _no_names(kind: str, key: str) -> Any:
     raise MgpuError(f"an answer names the {kind} {key!r}")
 
 
-def _threads_per_process(num_processes: int) -> int | None:
+def threads_per_process(num_processes: int) -> int | None:
     """Chooses how many threads each process computes with; ``None`` where the user decided."""
     if os.environ.get("OMP_NUM_THREADS"):
         return None
     return max(1, len(os.sched_getaffinity(0)) // num_processes) if hasattr(os, "sched_getaffinity") else None
 
 
-def _end(processes: list[_Process], folder: str) -> None:
-    """Ends processes: by closing their connection, and by force where that does not do."""
+def _end(processes: list[_Process], folder: str, lead: int) -> None:
+    """Ends processes: by closing their connection, and by force where that does not do; only in the process that is their lead."""
+    if os.getpid() != lead:
+        return  # a forked child, such as a loader's process, has copies of all this
     for process in processes:
         _shut(process.connection)
     deadline_s = time.monotonic() + _END_WAIT_S

@@ -14,6 +14,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.strategies.single_device import SingleDeviceStrategy
@@ -33,7 +34,7 @@ from lightning_mgpu.plots import save_gantt
 from lightning_mgpu.runtime.attach import Attachment, count_layers
 from lightning_mgpu.runtime.faces import check_optimizer
 from lightning_mgpu.runtime.lead import Lead
-from lightning_mgpu.runtime.workers import Workers
+from lightning_mgpu.runtime.workers import Workers, threads_per_process
 from lightning_mgpu.timeline import Timeline
 
 __all__ = ["PipelineStrategy"]
@@ -95,8 +96,10 @@ class PipelineStrategy(SingleDeviceStrategy):
             raise PartitionError(f"schedule={schedule!r} is not known; use one of {', '.join(map(repr, _SCHEDULES))}")
         if isinstance(cuts, str):
             raise PartitionError(f"cuts={cuts!r} is one string; use a list of names, as in cuts=[{cuts!r}]")
+        if any(not isinstance(cut, str) for cut in cuts or ()):
+            raise PartitionError(f'cuts={cuts!r} holds more than names; use names of modules, as in cuts=["fc1"]')
         check_balance(balance)
-        if self_check not in (True, False, "auto"):
+        if not isinstance(self_check, bool) and self_check != "auto":
             raise PartitionError(f'self_check={self_check!r} is not possible; use True, False or "auto"')
         self.schedule = schedule
         self.request = CutRequest(None if cuts is None else tuple(cuts), balance)
@@ -109,6 +112,9 @@ class PipelineStrategy(SingleDeviceStrategy):
         self._owns_workers = workers is None
         self._attachment: Attachment | None = None
         self._stage_devices: list[torch.device] = []
+        self._num_threads: int | None = None
+        self.num_nodes = 1  # the Trainer sets this and the next, since they are here
+        self._layer_sync: LayerSync | None = None
 
     # -- devices ---------------------------------------------------------------------------------------------------
 
@@ -161,9 +167,19 @@ class PipelineStrategy(SingleDeviceStrategy):
                 f"workers={self._workers.num_stages} devices do not fit a Trainer with devices={self.num_stages}; "
                 f"use Workers(devices={self.num_stages})"
             )
-        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is not None and trainer.num_nodes > 1:
-            raise PartitionError(f"num_nodes={trainer.num_nodes} is not possible: a pipeline runs on one host; use num_nodes=1")
+        if self._workers is not None and self._workers.devices != (*self._stage_devices[1:], self._stage_devices[0]):
+            raise PartitionError(
+                f"workers on {', '.join(map(str, self._workers.devices))} do not fit a Trainer whose devices are "
+                f"{', '.join(map(str, self._stage_devices))}; use Workers(devices={list(map(str, self._stage_devices))})"
+            )
+        if self.num_nodes > 1:
+            raise PartitionError(f"num_nodes={self.num_nodes} is not possible: a pipeline runs on one host; use num_nodes=1")
+        if self._layer_sync is not None:
+            raise PartitionError(
+                "sync_batchnorm=True is not possible: batch norm normalises each microbatch by itself, and its running "
+                "statistics are those of the whole batch anyway; use sync_batchnorm=False, and num_microbatches=1 where the "
+                "whole batch has to be normalised at once"
+            )
         root = self.lightning_module
         assert root is not None
         names = Names(root)
@@ -183,6 +199,7 @@ class PipelineStrategy(SingleDeviceStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         """Moves the module to the lead's device, makes optimizers, and attaches the pipeline to the module."""
+        self._share_threads()
         super().setup(trainer)
         root = self.lightning_module
         assert root is not None
@@ -201,6 +218,13 @@ class PipelineStrategy(SingleDeviceStrategy):
         lead.timed = bool(self._timeline_option)
         self._attachment = Attachment(lead, module=self.module, leave=lambda m: isinstance(m, Metric))
         self._patch_lightning(lead)
+
+    def _share_threads(self) -> None:
+        """Leaves the workers their share of the cores while a Trainer call runs, unless the user asked for less or decided."""
+        share = threads_per_process(self.num_stages)
+        if share is not None and share < torch.get_num_threads():
+            self._num_threads = torch.get_num_threads()
+            torch.set_num_threads(share)
 
     def _patch_lightning(self, lead: Lead) -> None:
         """Answers what Lightning's own objects would do with parameters and gradients of other stages."""
@@ -313,6 +337,9 @@ class PipelineStrategy(SingleDeviceStrategy):
                 finally:
                     attachment.detach()
         finally:
+            num_threads, self._num_threads = self._num_threads, None
+            if num_threads is not None:
+                torch.set_num_threads(num_threads)
             super().teardown()
 
     @classmethod
