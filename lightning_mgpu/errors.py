@@ -15,7 +15,13 @@ __all__ = [
     "ShippingError",
     "StageError",
     "WorkerStartError",
+    "counted",
 ]
+
+
+def counted(number: int, noun: str) -> str:
+    """Writes a number with its noun, as in ``1 layer`` and ``2 layers``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 class MgpuError(Exception):

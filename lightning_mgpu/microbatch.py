@@ -62,7 +62,7 @@ def batch_size_of(tensors: Sequence[Tensor]) -> int | None:
 
 
 def deal(tensor: Tensor, sizes: Sequence[int], dim: int | None) -> list[Tensor]:
-    """Splits a tensor of ``sum(sizes)`` rows, or any whole multiple of them, along ``dim``.
+    """Splits a tensor of ``sum(sizes)`` rows, or any multiple or part of them, along ``dim``.
 
     Args:
         tensor: the tensor of the whole batch.
@@ -74,5 +74,5 @@ def deal(tensor: Tensor, sizes: Sequence[int], dim: int | None) -> list[Tensor]:
     """
     if dim is None:
         return [tensor] * len(sizes)
-    factor = tensor.shape[dim] // sum(sizes)
-    return list(torch.split(tensor, [size * factor for size in sizes], dim=dim))
+    length, total = tensor.shape[dim], sum(sizes)
+    return list(torch.split(tensor, [size * length // total for size in sizes], dim=dim))

@@ -103,13 +103,16 @@ def _unflatten(rest: Any, spec: Spec) -> Any:
 
 
 def _tensor_attributes(obj: Any, depth: int, seen: set[int]) -> tuple[str, ...]:
-    if depth >= _MAX_DEPTH or id(obj) in seen or isinstance(obj, (torch.nn.Module, torch.Generator)):
+    """Lists the attributes of an object that holds tensors, all of them, so that the others count as leaves as well."""
+    if depth >= _MAX_DEPTH or id(obj) in seen or isinstance(obj, (torch.nn.Module, torch.Generator, type)) or callable(obj):
         return ()
-    attributes = getattr(obj, "__dict__", None)
-    if not attributes or callable(obj) or isinstance(obj, type):
-        return ()
+    if dataclasses.is_dataclass(obj):
+        names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
+        names += [name for name in getattr(obj, "__dict__", ()) if name not in names]
+    else:
+        names = list(getattr(obj, "__dict__", ()))
     inside = seen | {id(obj)}
-    return tuple(name for name, value in attributes.items() if _holds_tensor(value, depth + 1, inside))
+    return tuple(names) if any(_holds_tensor(getattr(obj, name), depth + 1, inside) for name in names) else ()
 
 
 def _holds_tensor(value: Any, depth: int, seen: set[int]) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_mgpu.errors import PartitionError, PlacementError
+from lightning_mgpu.errors import PartitionError, PlacementError, counted
 from lightning_mgpu.partition.balance import partition
 from lightning_mgpu.partition.batch import Batching
 from lightning_mgpu.partition.cost import Balance, node_costs, weights_of
@@ -48,8 +48,8 @@ def check_cut_names(cuts: Sequence[str], names: Names, num_stages: int) -> None:
     """
     if len(cuts) != num_stages - 1:
         raise PartitionError(
-            f"{len(cuts)} cuts make {len(cuts) + 1} stages, but there are {num_stages} devices; "
-            f"name {num_stages - 1} cuts or use devices={len(cuts) + 1}"
+            f"{counted(len(cuts), 'cut')} would make {counted(len(cuts) + 1, 'stage')} of {counted(num_stages, 'device')}; "
+            f"name {counted(num_stages - 1, 'cut')} or use devices={len(cuts) + 1}"
         )
     repeated = [c for c in cuts if list(cuts).count(c) > 1]
     if repeated:
@@ -208,8 +208,8 @@ def cut(
 def _check_layers(num_layers: int, num_stages: int, module: torch.nn.Module) -> None:
     if num_layers < num_stages:
         raise PartitionError(
-            f"cannot cut {num_layers} layers of {type(module).__name__} into {num_stages} stages; "
-            f"use at most {max(num_layers, 1)} stages (devices={max(num_layers, 1)})"
+            f"cannot cut {counted(num_layers, 'layer')} of {type(module).__name__} into {num_stages} stages; "
+            f"use at most {counted(max(num_layers, 1), 'stage')} (devices={max(num_layers, 1)})"
         )
 
 

@@ -220,12 +220,23 @@ class Planner:
         stages = {rows: self._stages(recording, batching, layout) for rows, recording in micro.items()}
         if path not in self._planned and len(sizes) > 1:
             self._name_counted_buffers(path, stages)
+            self._name_promoted(whole)
         self._planned.add(path)
         inputs = tuple(batching.dims[r] for r in dict.fromkeys(whole.graph.inputs))
         tail = self._tail(whole.graph, batching)
         guards = GuardChecks(whole.graph) if whole.graph.guards else None
         whole.tensors.clear()
         return CallPlan(next(self._numbers), path, sizes, stages, batching, tail, whole, layout, inputs, guards)
+
+    def _name_promoted(self, recording: Recording) -> None:
+        """Warns of modules that run as one piece on each microbatch, since a decision over the batch would be another one."""
+        for leaf in recording.graph.leaves:
+            if leaf in recording.promoted:
+                warnings.warn(
+                    f"{self._describe(leaf)} runs as one piece on each microbatch by itself, since its forward "
+                    f"{recording.promoted[leaf]}; where it decides over the whole batch, use num_microbatches=1",
+                    stacklevel=6,
+                )
 
     def _name_counted_buffers(self, path: str, stages: dict[int, tuple[Stage, ...]]) -> None:
         """Warns of buffers that every microbatch changes, where one device changes them once per batch."""

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -47,6 +48,7 @@ from lightning_mgpu.partition.graph import (
     get_attribute,
     set_attribute,
 )
+from lightning_mgpu.partition.hooks import HookContainers
 from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.watch import OperatorWatch
 
@@ -61,6 +63,7 @@ _SIZE_CALLS = frozenset(
     "linspace tile unflatten roll triu tril eye randn rand select".split()
 )
 _METADATA_CALLS = frozenset("new_zeros new_ones new_full new_empty new_tensor".split())
+_CHECKING_CALLS = frozenset("ctc_loss gaussian_nll_loss".split())
 _REFUSED_CALLS = frozenset("register_hook register_post_accumulate_grad_hook retain_grad backward share_memory_".split())
 _FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -223,6 +226,7 @@ class _Run(TorchFunctionMode):
             args, kwargs = tree.unflatten(copied, spec)
             stack.enter_context(preserved_rng())
             changes = stack.enter_context(_Attributes(self.names.root))
+            hooked = stack.enter_context(HookContainers(self.names.root))
             self.known = changes.known
             if self.real:
                 stack.enter_context(self.names.scratch_buffers())
@@ -234,8 +238,10 @@ class _Run(TorchFunctionMode):
             warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
             stack.enter_context(_patched_calls(self))
             stack.enter_context(watched(self._note_attribute))
+            stack.enter_context(_unvalidated_distributions())
             with self:
                 result = self.module.forward(*args, **kwargs)
+            hooked.refuse_changes()
             if before != (_draws()):
                 reason = "draws from Python's or NumPy's random numbers, which a recording can't repeat; use torch.rand"
                 raise RecordingError(_unrepeatable_text(self.module, reason))
@@ -417,19 +423,23 @@ class _Run(TorchFunctionMode):
         try:
             result = function(*args, **kwargs)
         except _FAKE_ERRORS as error:
-            index = self._boolean_index(function, args)
-            if index is not None:
-                return args[0][index]
+            known = self._by_known_mask(function, args)
+            if known is not None:
+                return known
+            if _has_fixed_shape(function, args, kwargs):
+                return _on_stand_ins(self.swap, function, args, kwargs, torch.rand)
             self._refuse(f"takes a shape or value from numbers that depend on weights ({type(error).__name__})")
         if args and result is args[0] and getattr(function, "__name__", "") == "contiguous":
             return result.view_as(result)  # whether it copies may depend on the number of rows; a register must not
         return result
 
-    def _boolean_index(self, function: Any, args: tuple[Any, ...]) -> Any:
+    def _by_known_mask(self, function: Any, args: tuple[Any, ...]) -> Any:
         """Rewrites ``fake[mask]`` with a mask known from the batch into an index whose shape is known."""
-        if getattr(function, "__name__", "") != "__getitem__":
+        name = getattr(function, "__name__", "")
+        if name not in ("__getitem__", "masked_select") or len(args) < 2:
             return None
-        parts = args[1] if isinstance(args[1], tuple) else (args[1],)
+        tensor, mask = torch.broadcast_tensors(args[0], args[1]) if name == "masked_select" else args
+        parts = mask if isinstance(mask, tuple) else (mask,)
         index: list[Any] = []
         for part in parts:
             if isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8):
@@ -438,7 +448,7 @@ class _Run(TorchFunctionMode):
                 index.extend(part.nonzero(as_tuple=True))
             else:
                 index.append(part)
-        return tuple(index)
+        return tensor[tuple(index)]
 
     def _output(self, tensor: Tensor, *, private: bool) -> int:
         known = self.register_of.get(id(tensor))
@@ -542,16 +552,21 @@ class _Run(TorchFunctionMode):
         buffers = [(b, b._version) for b in module.buffers()]
         names = [self.sources[self.register_of[id(b)]].name for b, _ in buffers]
         real = path in self.promoted and not self.real
+        moved: list[bool] = []
 
         def inside(*args: Any, **kwargs: Any) -> Any:
-            return _run_for_real(self.swap, module, plain, args, kwargs) if real else plain(module, *args, **kwargs)
+            if not real:
+                return plain(module, *args, **kwargs)
+            result, moved[:] = _run_for_real(self.swap, module, plain, args, kwargs)
+            return result
 
         num_nodes = len(self.nodes)
         try:
             result = self.call(path, inside, args, kwargs)
         finally:
             self.scopes.pop()
-        changed = tuple(name for name, (b, v) in zip(names, buffers, strict=True) if real or b._version != v)
+        moved = moved if real else [b._version != v for b, v in buffers]
+        changed = tuple(name for name, m in zip(names, moved, strict=True) if m)
         if len(self.nodes) > num_nodes and (real or changed):
             self.nodes[-1].keep = True
             self.nodes[-1].changes = changed
@@ -595,10 +610,9 @@ class _Run(TorchFunctionMode):
 
 def _has_fixed_shape(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Says whether a call only checks the numbers it looks at, as ``one_hot`` does when the number of classes is given."""
-    if getattr(function, "__name__", "") != "one_hot":
-        return False
+    name = getattr(function, "__name__", "")
     num_classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-    return isinstance(num_classes, int) and num_classes > 0
+    return name in _CHECKING_CALLS or (name == "one_hot" and isinstance(num_classes, int) and num_classes > 0)
 
 
 def _shape_of(tensor: Tensor) -> tuple[int, ...]:
@@ -619,20 +633,48 @@ def _storage_of(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def _run_for_real(swap: Swap, module: nn.Module, plain: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a module with its real weights on stand-in inputs, for the shapes of what it returns."""
+def _run_for_real(swap: Swap, module: nn.Module, plain: Any, args: Any, kwargs: Any) -> tuple[Any, list[bool]]:
+    """Runs a module with its real weights on stand-in inputs, for the shapes of what it returns.
+
+    Returns:
+        The result, and which of its buffers it changed.
+    """
+    with swap.real_weights(module):
+        before = [(buffer, buffer._version) for buffer in module.buffers()]
+        own = [p for p in module.parameters() if p.requires_grad]
+        result = _on_stand_ins(swap, partial(plain, module), args, kwargs, torch.randn, own)
+        changed = [now is not was or now._version != v for now, (was, v) in zip(module.buffers(), before, strict=True)]
+    return result, changed
+
+
+def _on_stand_ins(
+    swap: Swap, function: Callable[..., Any], args: Any, kwargs: Any, draw: Callable[..., Tensor], own: Sequence[Tensor] = ()
+) -> Any:
+    """Calls a function with numbers drawn in the place of fake tensors, for the shapes of what it returns.
+
+    Args:
+        swap: knows the mode of the fakes.
+        function: what to call.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        draw: makes a tensor of a shape.
+        own: tensors the result depends on besides the arguments.
+
+    Returns:
+        The result, fake again, with a place in the autograd graph.
+    """
+    made: list[tuple[Tensor, Tensor, int]] = []
 
     def stand_in(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, FakeTensor):
             return tensor
-        if tensor.is_floating_point() or tensor.is_complex():
-            made = torch.randn(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        else:
-            made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        return made.requires_grad_().clone() if tensor.requires_grad else made
+        make = draw if tensor.is_floating_point() or tensor.is_complex() else torch.zeros
+        drawn = make(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        drawn = drawn.requires_grad_().clone() if tensor.requires_grad else drawn
+        made.append((tensor, drawn, drawn._version))
+        return drawn
 
     sources = [t for t in tree.tensors_in((args, kwargs)) if t.requires_grad]
-    own = [p for p in module.parameters() if p.requires_grad]
 
     def as_fake(tensor: Tensor) -> Tensor:
         with swap.mode:
@@ -640,10 +682,14 @@ def _run_for_real(swap: Swap, module: nn.Module, plain: Any, args: Any, kwargs: 
         linked: Tensor = _Opaque.apply(fake, *sources, *own) if tensor.requires_grad else fake  # type: ignore[no-untyped-call]
         return linked
 
-    with swap.real_weights(module):
-        real_args, real_kwargs = tree.map_tensors(stand_in, (args, kwargs))
-        result = plain(module, *real_args, **real_kwargs)
-    return tree.map_tensors(as_fake, result)
+    real_args, real_kwargs = tree.map_tensors(stand_in, (args, kwargs))
+    result = function(*real_args, **real_kwargs)
+    for fake, drawn, version in made:
+        if drawn._version != version:
+            with torch.no_grad():
+                fake.zero_()  # so that the change in place is seen
+    back = {id(drawn): fake for fake, drawn, _ in made}
+    return tree.map_tensors(lambda t: back[id(t)] if id(t) in back else as_fake(t), result)
 
 
 class _Opaque(torch.autograd.Function):
@@ -685,6 +731,17 @@ def _patched_calls(run: _Run) -> Iterator[None]:
         torch.autograd.Function.apply = plain_apply  # type: ignore[method-assign]
 
 
+@contextmanager
+def _unvalidated_distributions() -> Iterator[None]:
+    """Keeps torch.distributions from looking at their arguments, which may depend on weights, unless told to."""
+    before = torch.distributions.Distribution._validate_args
+    torch.distributions.Distribution.set_default_validate_args(False)
+    try:
+        yield
+    finally:
+        torch.distributions.Distribution.set_default_validate_args(before)
+
+
 class _Attributes:
     """Remembers the attributes of all modules, finds what a forward changed, and puts everything back."""
 
@@ -714,6 +771,7 @@ class _Attributes:
         for module, attributes, contents in self.before:
             path = names.path_of[id(module)]
             if id(module) in inside:
+                _refuse_kept_tensors(module, attributes, path)
                 continue
             for name, value in module.__dict__.items():
                 old = attributes.get(name, _Attributes)
@@ -727,6 +785,13 @@ class _Attributes:
                 if not _same_items(attributes[name], content):
                     raise RecordingError(_unrepeatable_text(module, _changed_text(path, name)))
         return stored
+
+
+def _refuse_kept_tensors(module: nn.Module, before: dict[str, Any], path: str) -> None:
+    """Refuses a tensor that was put on a leaf from outside, as by a hook: the leaf may run in another process."""
+    for name, value in module.__dict__.items():
+        if name not in before and isinstance(value, Tensor) and is_leaf_type(module):
+            raise RecordingError(_unrepeatable_text(module, _changed_text(path, name)))
 
 
 def _unrepeatable_text(module: nn.Module, reason: str) -> str:

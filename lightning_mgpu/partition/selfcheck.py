@@ -6,16 +6,19 @@ differs, never as training that is wrong in silence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from lightning_mgpu import tree
 from lightning_mgpu.errors import SelfCheckError
+from lightning_mgpu.microbatch import deal
 from lightning_mgpu.partition.ambient import Ambient
+from lightning_mgpu.partition.batch import Dim
 from lightning_mgpu.partition.gather import deal_inputs, finish, gather
 from lightning_mgpu.partition.plan import CallPlan, Planner, counted_buffers
 from lightning_mgpu.partition.program import Step
@@ -30,10 +33,10 @@ def check_plan(
 ) -> None:
     """Checks one plan on the call it was made from, in the modes the module is in.
 
-    Without dropout or other random numbers, the cut stages over all microbatches, gathered and through the tail, are compared
-    with the module's own forward on the whole batch, unless the forward keeps batch statistics or changes buffers in every
-    microbatch. In any case the first microbatch of each size is compared under the same random state: values, gradients by
-    name, and changed buffers.
+    The cut stages over all microbatches, gathered and through the tail, are compared with the module's own forward on the
+    whole batch. Where dropout, other random numbers or batch statistics stand against that, this is done in evaluation mode,
+    and rows of other microbatches are changed to see that it makes no difference. In any case the first microbatch of each
+    size is compared under the same random state: values, gradients by name, and changed buffers.
 
     Args:
         planner: the planner that made the plan.
@@ -46,6 +49,8 @@ def check_plan(
         SelfCheckError: where something differs, with the first call that does.
     """
     ambient = Ambient.current().without_inference()
+    module = planner.names.module_at[plan.path]
+    calm = None if _repeats(plan) else _evaluation_plan(planner, plan, args, kwargs)
     with (
         torch.inference_mode(False),
         ambient.applied(),
@@ -59,8 +64,13 @@ def check_plan(
         seen: dict[int, Tensor] = {}
         own = [_own(leaf, unique, seen) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = tree.unflatten(own, spec)
-        if not _depends_on_draws(plan):
+        if _repeats(plan):
             _check_whole(planner, plan, args, kwargs, tensors)
+        elif plan.num_microbatches > 1:
+            _check_rows_apart(planner, plan, args, kwargs, tensors)
+        if calm is not None:
+            with _evaluating(module.modules()):
+                _check_whole(planner, calm, args, kwargs, tensors)
         for rows in plan.stages:
             _check_microbatch(planner, plan, args, kwargs, tensors, rows)
 
@@ -71,11 +81,90 @@ def _own(leaf: Tensor, unique: Any, seen: dict[int, Tensor]) -> Tensor:
     return seen[id(leaf)]
 
 
-def _depends_on_draws(plan: CallPlan) -> bool:
+def _repeats(plan: CallPlan) -> bool:
+    """Says whether a call computes on microbatches what it computes on the whole batch, and does so again."""
     steps = [s for stages in plan.stages.values() for stage in stages for s in stage.program.steps]
     random = any(plan.graph.nodes[i].random for i in (*plan.batching.body, *plan.batching.tail))
     counted = any(s.batch_norm for s in steps) or any(counted_buffers(stages) for stages in plan.stages.values())
-    return random or (counted and plan.num_microbatches > 1)
+    return not random and (not counted or plan.num_microbatches == 1)
+
+
+@contextmanager
+def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    modes = [(module, module.training) for module in modules]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _evaluation_plan(planner: Planner, plan: CallPlan, args: Any, kwargs: Any) -> CallPlan | None:
+    """Makes the plan of the same call in evaluation mode, if that is another call and one that repeats.
+
+    What can't be planned is left for the first evaluation to report.
+    """
+    modules = list(planner.names.module_at[plan.path].modules())
+    if plan.num_microbatches == 1 or not any(module.training for module in modules):
+        return None
+    with torch.inference_mode(False), torch.no_grad(), _evaluating(modules):
+        try:
+            calm, _, _ = planner.find(plan.path, args, kwargs)
+        except Exception:
+            return None
+        return calm if _repeats(calm) else None
+
+
+def _check_rows_apart(planner: Planner, plan: CallPlan, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
+    """Changes the rows of other microbatches, and checks that the first and the last compute the same as before.
+
+    Random numbers repeat meanwhile, and batch norms use the statistics they have.
+    """
+    if any(getattr(plan.graph.nodes[i].target, "__name__", "") == "batch_norm" for i in plan.batching.body):
+        return
+    module = planner.names.module_at[plan.path]
+    state = torch.get_rng_state()
+
+    def run(changed: Sequence[Tensor]) -> Recording:
+        by_id = dict(zip((id(t) for t in tensors), changed, strict=True))
+        own_args, own_kwargs = tree.map_tensors(lambda t: by_id[id(t)], (args, kwargs))
+        torch.set_rng_state(state)
+        with torch.no_grad(), _evaluating(m for m in module.modules() if isinstance(m, _BatchNorm)):
+            return planner.recorder.record(module, own_args, own_kwargs, answers=plan.graph.guards, real=True)
+
+    truth = run(tensors)
+    for position in (0, plan.num_microbatches - 1):
+        try:
+            other = run([_only(t, plan, dim, position) for t, dim in zip(tensors, plan.input_dims, strict=True)])
+        except Exception:
+            return  # it looks at numbers that belong together; evaluation mode has to do
+        if _mixed(plan, other, truth, position, plan.batching.wanted) is not None:
+            made = [r for i in plan.batching.body for r in plan.graph.nodes[i].outputs if r is not None]
+            first = _mixed(plan, other, truth, position, made)
+            assert first is not None
+            raise SelfCheckError(_text(plan, _made_by(plan, first), other.tensors[first], truth.tensors[first]))
+
+
+def _mixed(plan: CallPlan, other: Recording, truth: Recording, position: int, registers: Iterable[int]) -> int | None:
+    """Finds the first of some values whose rows of one microbatch differ between two recordings of the whole batch."""
+    for register in registers:
+        dim, a, b = plan.batching.dims[register], other.tensors[register], truth.tensors[register]
+        if isinstance(dim, int) and a.shape == b.shape:
+            got, expected = (deal(t, plan.sizes, dim)[position] for t in (a, b))
+            if not _close(got, expected):
+                return register
+    return None
+
+
+def _only(tensor: Tensor, plan: CallPlan, dim: Dim, position: int) -> Tensor:
+    """Puts copies of one row of a microbatch in the place of all rows of the others."""
+    if not isinstance(dim, int):
+        return tensor
+    parts = deal(tensor.detach(), plan.sizes, dim)
+    row = parts[position].narrow(dim, 0, 1)
+    return torch.cat([part if i == position else row.expand_as(part) for i, part in enumerate(parts)], dim=dim)
 
 
 def _check_whole(planner: Planner, plan: CallPlan, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:

@@ -12,6 +12,7 @@ from lightning_mgpu.errors import PlacementError
 from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.plan import CallPlan
 from lightning_mgpu.runtime import messages as m
+from lightning_mgpu.runtime.modes import Modes, modes_of
 from lightning_mgpu.runtime.pack import pack
 from lightning_mgpu.runtime.placeholder import hide, is_hidden, restore
 
@@ -62,7 +63,7 @@ class Home:
         self.away = False
         self._sent: dict[int, set[str]] = {j: set() for j in stages}
         self._modules: dict[int, dict[int, str]] = {j: {} for j in stages}
-        self.modes: dict[int, dict[str, bool]] = {j: {} for j in stages}
+        self.modes: dict[int, dict[str, Modes]] = {j: {} for j in stages}
         self.needs: dict[int, dict[str, bool]] = {j: {} for j in stages}
 
     def names_at(self, stage: int) -> Mapping[int, str]:
@@ -113,7 +114,7 @@ class Home:
                 packed = pack(modules, names=self.names_at(stage), modules=self._modules[stage], what="modules")
             lead.workers.tell(stage, m.Ship(packed.header()), packed)
             self._modules[stage].update({id(module): path for path, module in modules.items()})
-            self.modes[stage].update({path: module.training for path, module in modules.items()})
+            self.modes[stage].update({path: modes_of(module) for path, module in modules.items()})
         if lead.workers.plane is not None:
             lead.workers.plane.flush()
 

@@ -27,6 +27,7 @@ from lightning_mgpu.runtime.engine import Engine
 from lightning_mgpu.runtime.failure import Failures
 from lightning_mgpu.runtime.gradients import clip, norms, total_norm
 from lightning_mgpu.runtime.home import Home, check_gradient_hooks
+from lightning_mgpu.runtime.modes import modes_of
 from lightning_mgpu.runtime.pack import pack
 from lightning_mgpu.runtime.patches import Patches
 from lightning_mgpu.runtime.placeholder import is_hidden
@@ -249,7 +250,7 @@ class Lead:
         """Tells workers of modes and ``requires_grad`` that are not what they last heard."""
         names = self.planner.names
         for stage in self.workers.stages:
-            training = {p: names.module_at[p].training for p in self.home.modules_at(stage).values()}
+            training = {p: modes_of(names.module_at[p]) for p in self.home.modules_at(stage).values()}
             training = {p: t for p, t in training.items() if self.home.modes[stage].get(p) != t}
             needs = {n: names.tensors[n].requires_grad for n in self.home.names_at(stage).values()}
             needs = {n: r for n, r in needs.items() if self.home.needs[stage].get(n) != r}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_mgpu.runtime.modes import Modes
 from lightning_mgpu.runtime.pack import Packed
 
 __all__ = [
@@ -72,9 +73,9 @@ class AddPlan:
 
 @dataclass
 class SetFlags:
-    """Lead: set ``training`` of modules by path, and ``requires_grad`` of parameters by name."""
+    """Lead: set ``training`` of modules (and those below them) by path, and ``requires_grad`` of parameters by name."""
 
-    training: Mapping[str, bool]
+    training: Mapping[str, Modes]
     requires_grad: Mapping[str, bool]
 
 

@@ -39,11 +39,15 @@ def add_up(plane: DataPlane, stage: int, shares: Mapping[str, Share], parameter_
     for name, share in shares.items():
         if stage in share.senders:
             parameter = parameter_of(name)
-            plane.send(parameter.grad if parameter.grad is not None else torch.zeros_like(parameter), share.primary)
+            plane.send(torch.tensor([parameter.grad is not None], dtype=torch.uint8), share.primary)
+            if parameter.grad is not None:
+                plane.send(parameter.grad, share.primary)
             parameter.grad = None
         elif stage == share.primary:
             parameter = parameter_of(name)
             for sender in share.senders:
+                if not bool(plane.receive((1,), torch.uint8, sender).wait().item()):
+                    continue
                 part = plane.receive(parameter.shape, parameter.dtype, sender).wait()
                 parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
     plane.flush()

@@ -29,6 +29,7 @@ from lightning_mgpu.runtime import gradients
 from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.dataplane import CommunicationError, DataPlane
 from lightning_mgpu.runtime.engine import CallState, Engine
+from lightning_mgpu.runtime.modes import set_modes
 from lightning_mgpu.runtime.pack import Packed, pack, unpack
 from lightning_mgpu.runtime.sharing import Share, add_up, lend, take_back
 from lightning_mgpu.runtime.steps import set_hyperparameters
@@ -199,8 +200,8 @@ class Worker:
         self.plans[message.number] = (stages, shares)
 
     def _on_setflags(self, message: m.SetFlags) -> None:
-        for path, training in message.training.items():
-            self.store.modules[path].training = training
+        for path, modes in message.training.items():
+            set_modes(self.store.modules[path], modes)
         for name, requires_grad in message.requires_grad.items():
             self.store.tensors[name].requires_grad_(requires_grad)
 

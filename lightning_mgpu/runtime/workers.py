@@ -379,7 +379,7 @@ def threads_per_process(num_processes: int) -> int | None:
 
 
 def _end(processes: list[_Process], folder: str, lead: int) -> None:
-    """Ends processes: by closing their connection, and by force where that does not do; only in the process that is their lead."""
+    """Ends processes, in their lead alone: by closing their connection, and by force where that does not do."""
     if os.getpid() != lead:
         return  # a forked child, such as a loader's process, has copies of all this
     for process in processes:

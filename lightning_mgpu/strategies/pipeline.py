@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_mgpu.errors import PartitionError
+from lightning_mgpu.errors import PartitionError, counted
 from lightning_mgpu.microbatch import check_num_microbatches
 from lightning_mgpu.partition.cost import Balance, check_balance
 from lightning_mgpu.partition.cut import CutRequest, check_cut_names
@@ -192,8 +192,8 @@ class PipelineStrategy(SingleDeviceStrategy):
         lazy = any(isinstance(p, nn.parameter.UninitializedParameter) for p in pipelined.parameters())
         if 0 < num_layers < self.num_stages and not lazy:
             raise PartitionError(
-                f"cannot cut {num_layers} layers of {type(pipelined).__name__} into {self.num_stages} stages; "
-                f"use at most {num_layers} stages (devices={num_layers})"
+                f"cannot cut {counted(num_layers, 'layer')} of {type(pipelined).__name__} into {self.num_stages} stages; "
+                f"use at most {counted(num_layers, 'stage')} (devices={num_layers})"
             )
 
     @override
