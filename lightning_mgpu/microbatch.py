@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_mgpu.errors import PartitionError
 
-__all__ = ["batch_size_of", "check_num_microbatches", "deal", "num_microbatches_for", "sizes_of"]
+__all__ = ["batch_sizes_of", "check_num_microbatches", "deal", "num_microbatches_for", "sizes_of"]
 
 MICROBATCHES_PER_STAGE = 4
 
@@ -51,14 +51,15 @@ def sizes_of(batch_size: int, num_microbatches: int) -> tuple[int, ...]:
     return tuple(least + 1 if i < more else least for i in range(num_microbatches))
 
 
-def batch_size_of(tensors: Sequence[Tensor]) -> int | None:
-    """Finds the number of rows of a batch: the first dimension most of its tensors share, the earliest on a tie.
+def batch_sizes_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Finds the number of rows of a batch.
 
     Returns:
-        The number of rows, or ``None`` where no tensor has a dimension.
+        The first dimension most of its tensors share, the earliest on a tie; then that of the first tensor, if it is
+        another. Nothing where no tensor has a dimension.
     """
     counts = Counter(t.shape[0] for t in tensors if t.ndim > 0)
-    return max(counts, key=lambda size: counts[size]) if counts else None
+    return list(dict.fromkeys([max(counts, key=lambda size: counts[size]), next(iter(counts))])) if counts else []
 
 
 def deal(tensor: Tensor, sizes: Sequence[int], dim: int | None) -> list[Tensor]:

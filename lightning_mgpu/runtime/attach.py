@@ -47,7 +47,7 @@ class Attachment:
         for name in ("log", "log_dict"):
             if hasattr(lead.root, name):
                 lead.patches.put(lead.root, name, self._not_in_forward(name))
-        put_faces(lead.optimizers, lead, lead.patches)
+        put_faces(lead.optimizers.faces, lead, lead.patches)
 
     def _is_remote(self, path: str, module: nn.Module) -> bool:
         if path in self._remote:
@@ -98,7 +98,7 @@ class Attachment:
         def make(plain: Callable[..., Any]) -> Callable[..., Any]:
             def zero_grad(set_to_none: bool = True) -> None:
                 if self.lead.placed:
-                    self.lead.zero_grad(module.parameters(), set_to_none=set_to_none)
+                    self.lead.optimizers.zero_grad(module.parameters(), set_to_none=set_to_none)
                 else:
                     plain(set_to_none)
 

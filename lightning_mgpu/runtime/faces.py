@@ -60,7 +60,7 @@ def _step(optimizer: Optimizer, index: int, lead: Lead) -> Callable[[Callable[..
                 hooks._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()
             ):
                 hook(optimizer, (), kwargs)
-            lead.step(index, kwargs)
+            lead.optimizers.step(index, kwargs)
             for post_hook in itertools.chain(
                 optimizer._optimizer_step_post_hooks.values(), hooks._global_optimizer_post_hooks.values()
             ):
@@ -79,7 +79,7 @@ def _zero_grad(optimizer: Optimizer, lead: Lead) -> Callable[[Callable[..., Any]
             if not lead.placed:
                 plain(set_to_none=set_to_none)
                 return
-            lead.zero_grad([p for group in optimizer.param_groups for p in group["params"]], set_to_none=set_to_none)
+            lead.optimizers.zero_grad([p for group in optimizer.param_groups for p in group["params"]], set_to_none=set_to_none)
 
         return zero_grad
 
@@ -89,7 +89,7 @@ def _zero_grad(optimizer: Optimizer, lead: Lead) -> Callable[[Callable[..., Any]
 def _state_dict(lead: Lead) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def make(plain: Callable[..., Any]) -> Callable[..., Any]:
         def state_dict() -> dict[str, Any]:
-            return lead.optimizer_state_dict(plain)
+            return lead.optimizers.state_dict(plain)
 
         return state_dict
 

@@ -126,7 +126,7 @@ class Failures:
                 states.append(optimizers)
         lost = lead.home.give_up()
         if was_away:
-            lead.take_optimizer_states(states)
+            lead.optimizers.take(states)
         lead.start_over()
         return lost
 

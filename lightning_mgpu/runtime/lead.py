@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_mgpu import tree
 from lightning_mgpu.partition.cut import CutRequest
@@ -25,15 +24,13 @@ from lightning_mgpu.partition.selfcheck import check_plan
 from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.engine import Engine
 from lightning_mgpu.runtime.failure import Failures
-from lightning_mgpu.runtime.gradients import clip, norms, total_norm
 from lightning_mgpu.runtime.home import Home, check_gradient_hooks
 from lightning_mgpu.runtime.modes import modes_of
+from lightning_mgpu.runtime.optimizers import OwnedOptimizers
 from lightning_mgpu.runtime.pack import pack
 from lightning_mgpu.runtime.patches import Patches
-from lightning_mgpu.runtime.placeholder import is_hidden
 from lightning_mgpu.runtime.remote import Anchor, RemoteCall, call_remotely
-from lightning_mgpu.runtime.sharing import Share, add_up, lend, take_back
-from lightning_mgpu.runtime.steps import hyperparameters, owned_part
+from lightning_mgpu.runtime.sharing import Share, add_up
 from lightning_mgpu.runtime.workers import Workers
 from lightning_mgpu.timeline import Event, Timeline
 
@@ -70,7 +67,7 @@ class Lead:
         self.self_check = self_check
         self.patches = patches or Patches()
         self.anchor = Anchor()
-        self.optimizers: list[Optimizer] = []
+        self.optimizers = OwnedOptimizers(self)
         self.expects_training = False
         self.timed = False
         self.events: list[Event] = []
@@ -78,7 +75,6 @@ class Lead:
         self.home = Home(self)
         self.failures = Failures(self)
         self.running_engine: Engine | None = None
-        self._parts: list[Optimizer] | None = None
         self._calls = itertools.count()
         self._freed: list[int] = []
         self._seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
@@ -206,8 +202,8 @@ class Lead:
             _ = self.engine
             fresh = self.home.send_tensors()
             self.home.send_modules(plan)
-            if fresh or self._parts is None:
-                self._send_optimizers()
+            if fresh or not self.optimizers.sent:
+                self.optimizers.send()
             self._drop_old_plans()
             if plan.number not in self._known_plans:
                 self._send_plan(plan)
@@ -313,113 +309,6 @@ class Lead:
             calls, self._freed = tuple(self._freed), []
             self.workers.tell_all(m.Free(calls))
 
-    # -- optimizers ------------------------------------------------------------------------------------------------
-
-    def _send_optimizers(self) -> None:
-        names, placement = self.planner.names, self.planner.placement
-        name_of = names.name_of
-        if self._parts is not None:
-            self.take_optimizer_states(self._collect_optimizers())
-
-        def owned_by(stage: int) -> Callable[[Tensor], bool]:
-            return lambda p: stage in placement.owners.get(name_of.get(id(p), ""), {self.index})
-
-        owners = tuple(self._shared_in(optimizer) for optimizer in self.optimizers)
-        for stage in self.workers.stages:
-            with self.patches.lifted():
-                parts = [owned_part(optimizer, owned_by(stage)) for optimizer in self.optimizers]
-                packed = pack(parts, names=self.home.names_at(stage), what="the optimizers")
-            self.workers.tell(stage, m.Optimizers(packed.header(), owners), packed)
-        self._parts = [owned_part(optimizer, owned_by(self.index)) for optimizer in self.optimizers]
-        self._groups = self._sizes_of_groups()
-        self._owners = owners
-
-    def _sizes_of_groups(self) -> list[list[int]]:
-        return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.optimizers]
-
-    def _shared_in(self, optimizer: Optimizer) -> dict[str, frozenset[int]]:
-        name_of = self.planner.names.name_of
-        stepped = {name_of.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
-        return {n: s for n, s in self.planner.placement.shared().items() if n in stepped}
-
-    def step(self, index: int, kwargs: Mapping[str, Any]) -> None:
-        """Steps one optimizer on all owners, with the hyperparameters it has now."""
-        if self._groups != self._sizes_of_groups():  # parameters were added, as finetuning callbacks do
-            with self.failures.guarded("placement"):
-                self._send_optimizers()
-        assert self._parts is not None
-        part, owners = self._parts[index], self._owners[index]
-        groups = hyperparameters(self.optimizers[index])
-        with self.failures.guarded("optimizer step"):
-            if self.num_stages > 1:
-                self.workers.settle()  # no owner steps where the backward failed on another
-                self.workers.tell_all(m.Step(index, groups))
-            for mine, face in zip(part.param_groups, self.optimizers[index].param_groups, strict=True):
-                mine.update({k: v for k, v in face.items() if k != "params"})
-            if self.workers.plane is not None:
-                lend(self.workers.plane, self.index, owners, self.planner.store.tensor)
-            part.step(**kwargs)
-            take_back(self.index, owners, self.planner.store.tensor)
-
-    def zero_grad(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
-        """Forgets the gradients of some parameters, wherever they are."""
-        name_of, placement = self.planner.names.name_of, self.planner.placement
-        away: dict[int, list[str]] = {stage: [] for stage in self.workers.stages}
-        for parameter in parameters:
-            name = name_of.get(id(parameter), "")
-            stages = placement.owners.get(name, frozenset({self.index}))
-            for stage in stages - {self.index}:
-                away[stage].append(name)
-            if self.index in stages and parameter.grad is not None:
-                parameter.grad = None if set_to_none else parameter.grad.detach_().zero_()
-        with self.failures.guarded("zero_grad"):
-            for stage, names in away.items():
-                if names:
-                    self.workers.tell(stage, m.ZeroGrad(tuple(names), set_to_none))
-
-    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Returns the 2-norm of the gradients of some parameters, wherever they are."""
-        return total_norm(self._norms(list(parameters)).values(), self.workers.devices[self.index])
-
-    def _by_primary(self, parameters: Iterable[nn.Parameter]) -> dict[int, list[str]]:
-        name_of, owners = self.planner.names.name_of, self.planner.placement.owners
-        found: dict[int, list[str]] = {stage: [] for stage in range(self.num_stages)}
-        for parameter in parameters:
-            name = name_of[id(parameter)]
-            found[max(owners.get(name, {self.index}))].append(name)
-        return found
-
-    def _norms(self, parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:
-        by_primary = self._by_primary(parameters)
-        found = norms(by_primary[self.index], self.planner.store.tensor)
-        asked = [stage for stage in self.workers.stages if by_primary[stage]] if self.placed else []
-        if asked:
-            with self.failures.guarded("gradient norm"):
-                for answer in self.workers.collect(asked, "norms", [by_primary[stage] for stage in asked]):
-                    found.update(answer)
-        order = (self.planner.names.name_of[id(p)] for p in parameters)
-        return {name: found[name] for name in order if name in found}
-
-    def clip(self, parameters: Iterable[nn.Parameter], *, max_norm: float | None = None, bound: float | None = None) -> None:
-        """Clips gradients by their global norm, or each element to ``±bound``, on their owners.
-
-        Args:
-            parameters: whose gradients.
-            max_norm: largest norm of all of them together.
-            bound: largest absolute value of an element.
-        """
-        parameters = list(parameters)
-        factor = None
-        if max_norm is not None:
-            norm = self.gradient_norm(parameters)
-            factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        by_primary = self._by_primary(parameters)
-        clip(by_primary[self.index], self.planner.store.tensor, factor, bound)
-        with self.failures.guarded("clipping"):
-            for stage in self.workers.stages if self.placed else ():
-                if by_primary[stage]:
-                    self.workers.tell(stage, m.Clip(tuple(by_primary[stage]), factor, bound))
-
     # -- home ------------------------------------------------------------------------------------------------------
 
     def come_home(self) -> None:
@@ -427,45 +316,10 @@ class Lead:
         if not self.placed:
             return
         with self.failures.guarded("gathering"):
-            states = self._collect_optimizers()
+            states = self.optimizers.collect()
             self.home.bring()
             self.home.stay()
-        self.take_optimizer_states(states)
-        self._parts = None
-
-    def _collect_optimizers(self) -> list[list[dict[str, Any]]]:
-        stages = list(self.workers.stages)
-        return self.workers.collect(stages, "optimizers", [()] * len(stages))
-
-    def take_optimizer_states(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Puts the optimizer states of all owners into the user's optimizers.
-
-        Args:
-            states: for each worker, for each optimizer, the state by name of the parameter.
-        """
-        tensors = self.planner.names.tensors
-        for index, part in enumerate(self._parts or []):
-            optimizer = self.optimizers[index]
-            for of_worker in states:
-                if index < len(of_worker):
-                    optimizer.state.update({tensors[name]: state for name, state in of_worker[index].items()})
-            optimizer.state.update(part.state)
-
-    def optimizer_state_dict(self, plain: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        """Returns the whole state of one optimizer, as one device would.
-
-        Args:
-            plain: the optimizer's own ``state_dict``.
-        """
-        if not self.placed:
-            return plain()
-        with self.failures.guarded("gathering"):
-            self.take_optimizer_states(self._collect_optimizers())
-        state = plain()
-        for optimizer in self.optimizers:
-            for parameter in [p for p in optimizer.state if is_hidden(p)]:
-                del optimizer.state[parameter]
-        return state
+        self.optimizers.take_home(states)
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -522,7 +376,7 @@ class Lead:
     def start_over(self) -> None:
         """Forgets what workers know; the next call tells them again."""
         self._known_plans.clear()
-        self._parts = None
+        self.optimizers.forget()
         self._last_plan = -1
         self._freed.clear()
         self.home.forget()

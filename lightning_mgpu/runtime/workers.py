@@ -135,7 +135,8 @@ class Workers:
         start_timeout_s: seconds to wait for the processes to start.
 
     Raises:
-        WorkerStartError: from `ready`, where a process ends or does not answer, with its standard error.
+        WorkerStartError: from `start`, where a process can't be started; from `ready`, where it ends or does not answer, with
+            its standard error.
 
     Example:
         >>> with Workers(devices=2) as workers:  # doctest: +SKIP
@@ -209,8 +210,18 @@ class Workers:
             },
         }
         on_end = weakref.WeakMethod(self._release_waits)
-        self._processes = [_Process(j, {**start, "device": str(self.devices[j])}, environment, on_end) for j in self.stages]
-        self._finalizer = weakref.finalize(self, _end, list(self._processes), self._folder, os.getpid())
+        processes: list[_Process] = []
+        self._finalizer = weakref.finalize(self, _end, processes, self._folder, os.getpid())
+        for stage in self.stages:
+            try:
+                processes.append(_Process(stage, {**start, "device": str(self.devices[stage])}, environment, on_end))
+            except OSError as error:
+                self.close()
+                raise WorkerStartError(
+                    f"the worker of stage {stage} ({self.devices[stage]}) cannot be started with {sys.executable!r}, which is "
+                    f"sys.executable: {type(error).__name__}: {error}"
+                ) from None
+        self._processes = processes
 
     def ready(self) -> None:
         """Waits until the processes run and the data plane connects them."""

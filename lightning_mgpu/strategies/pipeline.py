@@ -213,7 +213,7 @@ class PipelineStrategy(SingleDeviceStrategy):
             request=self.request,
             self_check=self.self_check,
         )
-        lead.optimizers = list(self.optimizers)
+        lead.optimizers.faces = list(self.optimizers)
         lead.expects_training = trainer.state.fn == TrainerFn.FITTING
         lead.timed = bool(self._timeline_option)
         self._attachment = Attachment(lead, module=self.module, leave=lambda m: isinstance(m, Metric))
@@ -233,10 +233,10 @@ class PipelineStrategy(SingleDeviceStrategy):
                 lead.patches.put(wrapper, name, partial(_instead, getattr(optimizer, name)))
 
         def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            lead.clip(_parameters(optimizer), max_norm=float(clip_val))
+            lead.optimizers.clip(_parameters(optimizer), max_norm=float(clip_val))
 
         def by_value(optimizer: Optimizer, clip_val: float) -> None:
-            lead.clip(_parameters(optimizer), bound=float(clip_val))
+            lead.optimizers.clip(_parameters(optimizer), bound=float(clip_val))
 
         lead.patches.put(self.precision_plugin, "clip_grad_by_norm", partial(_instead, by_norm))
         lead.patches.put(self.precision_plugin, "clip_grad_by_value", partial(_instead, by_value))
