@@ -9,7 +9,7 @@ from lightning_mgpu.partition.batch import Batching
 from lightning_mgpu.partition.cut import Layout
 from lightning_mgpu.partition.graph import Graph
 from lightning_mgpu.partition.program import Store, compile_nodes
-from lightning_mgpu.partition.record import Recording
+from lightning_mgpu.partition.recording import Recording
 from lightning_mgpu.partition.stage import Crossing, Stage
 
 __all__ = ["make_stages"]

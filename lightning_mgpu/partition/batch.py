@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_mgpu.partition.graph import Graph, Node
-from lightning_mgpu.partition.record import StructureError
+from lightning_mgpu.partition.recording import StructureError
 
 __all__ = ["Batching", "batch_dims", "split_tail"]
 

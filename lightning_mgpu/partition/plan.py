@@ -22,12 +22,14 @@ from lightning_mgpu.partition.assemble import make_stages
 from lightning_mgpu.partition.batch import Batching, Dim, batch_dims, split_tail
 from lightning_mgpu.partition.cost import weights_of
 from lightning_mgpu.partition.cut import CutRequest, Layout, cut, place
+from lightning_mgpu.partition.dealing import doubtful, ways_to_deal
 from lightning_mgpu.partition.graph import Graph, Guard
 from lightning_mgpu.partition.guards import GuardChecks
 from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.placement import Placement
 from lightning_mgpu.partition.program import Program, Store, compile_nodes
-from lightning_mgpu.partition.record import Recorder, Recording, StructureError
+from lightning_mgpu.partition.record import Recorder
+from lightning_mgpu.partition.recording import Recording, StructureError
 from lightning_mgpu.partition.stage import Stage
 
 __all__ = ["CallPlan", "ModuleStore", "Planner", "counted_buffers"]
@@ -283,16 +285,15 @@ class Planner:
     ) -> tuple[dict[int, Recording], list[Dim] | None, tuple[int, ...]]:
         given = tuple(isinstance(leaf, Tensor) for leaf in tree.flatten((args, kwargs))[0])
         replicated = self._replicated.setdefault((path, _spec_key(spec), given), set())
-        batch_sizes = batch_sizes_of(tensors)
         failure: Exception | None = None
-        for batch_size, count, split in self._ways(tensors, batch_sizes, replicated):
+        for batch_size, count, split in ways_to_deal(tensors, self._count, replicated):
             sizes = sizes_of(batch_size, count)
 
             def record(rows: int, split: set[int] = split) -> Recording:
                 return self._record(path, *_narrowed(args, kwargs, tensors, split, rows), whole.graph.guards)
 
             try:
-                if _doubtful(tensors, batch_size) & split and 1 in sizes and batch_size > 2:
+                if doubtful(tensors, batch_size) & split and 1 in sizes and batch_size > 2:
                     record(2)  # one row would fit whatever it meets
                 micro = {rows: record(rows) for rows in dict.fromkeys(sizes)}
                 found = [batch_dims(whole.graph, r.graph, batch_size, rows) for rows, r in micro.items()]
@@ -307,25 +308,13 @@ class Planner:
             if failure is not None and count < self._count(batch_size):
                 self._warn_fewer(path, batch_size, count, failure)
             return micro, found[0], sizes
-        rows = batch_sizes[0] if batch_sizes else 1
+        rows = next(iter(batch_sizes_of(tensors)), 1)
         if failure is not None:
             self._warn_fewer(path, rows, 1, failure)
         return {rows: whole}, None, (rows,)
 
     def _count(self, batch_size: int) -> int:
         return num_microbatches_for(self.num_microbatches, self.placement.num_stages, batch_size)
-
-    def _ways(
-        self, tensors: Sequence[Tensor], batch_sizes: Sequence[int], replicated: set[int]
-    ) -> Iterator[tuple[int, int, set[int]]]:
-        """Yields the ways to deal a batch out: its rows, the number of microbatches, which of the tensors are split."""
-        halvings = 0
-        while any(self._count(batch_size) >> halvings > 1 for batch_size in batch_sizes):
-            for batch_size in batch_sizes:
-                count = self._count(batch_size) >> halvings
-                if count > 1:
-                    yield from ((batch_size, count, split) for split in _splits(tensors, batch_size, replicated))
-            halvings += 1
 
     def _warn_fewer(self, path: str, batch_size: int, count: int, failure: Exception) -> None:
         warnings.warn(
@@ -339,24 +328,6 @@ class Planner:
         writes = {n: r for n, r in graph.buffer_writes.items() if r not in made or batching.dims[r] is not None}
         results = graph.output_registers
         return compile_nodes(graph, batching.tail, results, store=self.store, buffer_writes=writes)
-
-
-def _doubtful(tensors: Sequence[Tensor], batch_size: int) -> set[int]:
-    """Finds tensors that may have as many rows as the batch by chance: a mask of positions, one number per feature."""
-    square = {i for i, t in enumerate(tensors) if t.ndim >= 2 and t.shape[0] == t.shape[1] == batch_size}
-    return square | {i for i, t in enumerate(tensors) if t.shape == (batch_size,) and t.is_floating_point()}
-
-
-def _splits(tensors: Sequence[Tensor], batch_size: int, replicated: set[int]) -> Iterator[set[int]]:
-    """Yields the ways to choose the tensors that are split: all with the batch's first dimension, less known others.
-
-    The doubtful ones are tried as split first, as replicated next: one at a time, then all of them.
-    """
-    split = {i for i, t in enumerate(tensors) if i not in replicated and t.ndim > 0 and t.shape[0] == batch_size}
-    doubtful = _doubtful(tensors, batch_size) & split
-    others = [split - {i} for i in sorted(doubtful)] if len(doubtful) > 1 else []
-    ways = [split, *others, split - doubtful]
-    yield from (way for i, way in enumerate(ways) if way and way not in ways[:i])
 
 
 def counted_buffers(stages: Sequence[Stage]) -> set[str]:

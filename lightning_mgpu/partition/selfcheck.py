@@ -6,23 +6,23 @@ differs, never as training that is wrong in silence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
 from lightning_mgpu import tree
 from lightning_mgpu.errors import SelfCheckError
-from lightning_mgpu.microbatch import deal
 from lightning_mgpu.partition.ambient import Ambient
-from lightning_mgpu.partition.batch import Dim
+from lightning_mgpu.partition.changes import preserved_rng
+from lightning_mgpu.partition.closeness import close
 from lightning_mgpu.partition.gather import deal_inputs, finish, gather
+from lightning_mgpu.partition.mixing import evaluating, find_mixing
 from lightning_mgpu.partition.plan import CallPlan, Planner, counted_buffers
 from lightning_mgpu.partition.program import Step
-from lightning_mgpu.partition.record import Recording, preserved_rng
+from lightning_mgpu.partition.recording import Recording
 from lightning_mgpu.partition.stage import StageRun
 
 __all__ = ["check_plan"]
@@ -67,9 +67,11 @@ def check_plan(
         if _repeats(plan):
             _check_whole(planner, plan, args, kwargs, tensors)
         elif plan.num_microbatches > 1:
-            _check_rows_apart(planner, plan, args, kwargs, tensors)
+            mixing = find_mixing(planner, plan, args, kwargs, tensors)
+            if mixing is not None:
+                raise SelfCheckError(_text(plan, *mixing))
         if calm is not None:
-            with _evaluating(module.modules()):
+            with evaluating(module.modules()):
                 _check_whole(planner, calm, args, kwargs, tensors)
         for rows in plan.stages:
             _check_microbatch(planner, plan, args, kwargs, tensors, rows)
@@ -89,18 +91,6 @@ def _repeats(plan: CallPlan) -> bool:
     return not random and (not counted or plan.num_microbatches == 1)
 
 
-@contextmanager
-def _evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    modes = [(module, module.training) for module in modules]
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
 def _evaluation_plan(planner: Planner, plan: CallPlan, args: Any, kwargs: Any) -> CallPlan | None:
     """Makes the plan of the same call in evaluation mode, if that is another call and one that repeats.
 
@@ -109,62 +99,12 @@ def _evaluation_plan(planner: Planner, plan: CallPlan, args: Any, kwargs: Any) -
     modules = list(planner.names.module_at[plan.path].modules())
     if plan.num_microbatches == 1 or not any(module.training for module in modules):
         return None
-    with torch.inference_mode(False), torch.no_grad(), _evaluating(modules):
+    with torch.inference_mode(False), torch.no_grad(), evaluating(modules):
         try:
             calm, _, _ = planner.find(plan.path, args, kwargs)
         except Exception:
             return None
         return calm if _repeats(calm) else None
-
-
-def _check_rows_apart(planner: Planner, plan: CallPlan, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
-    """Changes the rows of other microbatches, and checks that the first and the last compute the same as before.
-
-    Random numbers repeat meanwhile, and batch norms use the statistics they have.
-    """
-    if any(getattr(plan.graph.nodes[i].target, "__name__", "") == "batch_norm" for i in plan.batching.body):
-        return
-    module = planner.names.module_at[plan.path]
-    state = torch.get_rng_state()
-
-    def run(changed: Sequence[Tensor]) -> Recording:
-        by_id = dict(zip((id(t) for t in tensors), changed, strict=True))
-        own_args, own_kwargs = tree.map_tensors(lambda t: by_id[id(t)], (args, kwargs))
-        torch.set_rng_state(state)
-        with torch.no_grad(), _evaluating(m for m in module.modules() if isinstance(m, _BatchNorm)):
-            return planner.recorder.record(module, own_args, own_kwargs, answers=plan.graph.guards, real=True)
-
-    truth = run(tensors)
-    for position in (0, plan.num_microbatches - 1):
-        try:
-            other = run([_only(t, plan, dim, position) for t, dim in zip(tensors, plan.input_dims, strict=True)])
-        except Exception:
-            return  # it looks at numbers that belong together; evaluation mode has to do
-        if _mixed(plan, other, truth, position, plan.batching.wanted) is not None:
-            made = [r for i in plan.batching.body for r in plan.graph.nodes[i].outputs if r is not None]
-            first = _mixed(plan, other, truth, position, made)
-            assert first is not None
-            raise SelfCheckError(_text(plan, _made_by(plan, first), other.tensors[first], truth.tensors[first]))
-
-
-def _mixed(plan: CallPlan, other: Recording, truth: Recording, position: int, registers: Iterable[int]) -> int | None:
-    """Finds the first of some values whose rows of one microbatch differ between two recordings of the whole batch."""
-    for register in registers:
-        dim, a, b = plan.batching.dims[register], other.tensors[register], truth.tensors[register]
-        if isinstance(dim, int) and a.shape == b.shape:
-            got, expected = (deal(t, plan.sizes, dim)[position] for t in (a, b))
-            if not _close(got, expected):
-                return register
-    return None
-
-
-def _only(tensor: Tensor, plan: CallPlan, dim: Dim, position: int) -> Tensor:
-    """Puts copies of one row of a microbatch in the place of all rows of the others."""
-    if not isinstance(dim, int):
-        return tensor
-    parts = deal(tensor.detach(), plan.sizes, dim)
-    row = parts[position].narrow(dim, 0, 1)
-    return torch.cat([part if i == position else row.expand_as(part) for i, part in enumerate(parts)], dim=dim)
 
 
 def _check_whole(planner: Planner, plan: CallPlan, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> None:
@@ -177,7 +117,7 @@ def _check_whole(planner: Planner, plan: CallPlan, args: Any, kwargs: Any, tenso
         expected = planner.names.module_at[plan.path].forward(*args, **kwargs)
     got = tree.tensors_in(result[0])
     for a, b in zip(got, tree.tensors_in(expected), strict=True):
-        if not _close(a, b):
+        if not close(a, b):
             raise SelfCheckError(_text(plan, _first_difference(planner, plan, truth.tensors, tensors), a, b))
 
 
@@ -213,7 +153,7 @@ def _first_difference(planner: Planner, plan: CallPlan, truth: Sequence[Tensor],
     for register in sorted(parts):
         dim = plan.batching.dims[register]
         joined = torch.cat(parts[register], dim=dim) if isinstance(dim, int) else parts[register][0]
-        if joined.shape != truth[register].shape or not _close(joined, truth[register]):
+        if joined.shape != truth[register].shape or not close(joined, truth[register]):
             return labels[register]
     return "its result"
 
@@ -238,7 +178,7 @@ def _check_microbatch(planner: Planner, plan: CallPlan, args: Any, kwargs: Any, 
         got = [flowing[r] for r in plan.batching.wanted]
         expected = [truth.tensors[r] for r in plan.batching.wanted]
         for register, a, b in zip(plan.batching.wanted, got, expected, strict=True):
-            if not _close(a, b):
+            if not close(a, b):
                 raise SelfCheckError(_text(plan, _made_by(plan, register), a, b))
         if grad:
             _compare_gradients(planner, plan, got, expected)
@@ -249,7 +189,7 @@ def _compare_buffers(planner: Planner, plan: CallPlan, truth: Recording) -> None
     names = {name for stages in plan.stages.values() for stage in stages for name in stage.names}
     tail = {s.name for s in plan.tail.sources.values()} | set(plan.tail.buffer_writes)
     for name in names - tail:
-        if planner.names.kinds[name] == "buffer" and not _close(planner.store.tensor(name), truth.buffers[name]):
+        if planner.names.kinds[name] == "buffer" and not close(planner.store.tensor(name), truth.buffers[name]):
             raise SelfCheckError(_text(plan, f"buffer {name!r}", planner.store.tensor(name), truth.buffers[name]))
 
 
@@ -286,20 +226,7 @@ def _kept_attributes(planner: Planner) -> Any:
 
 def _close_or_missing(a: Tensor | None, b: Tensor | None, floor: float) -> bool:
     """Says whether two gradients agree, ``None`` agreeing with itself alone."""
-    return a is b if a is None or b is None else _close(a, b, floor)
-
-
-def _close(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:
-    """Says whether two tensors agree to the square root of their precision, relative to the largest element."""
-    if a.shape != b.shape:
-        return False
-    if not (a.is_floating_point() or a.is_complex()):
-        return bool(torch.equal(a, b))
-    a, b = a.detach(), b.detach()
-    low = torch.is_autocast_enabled(a.device.type)
-    dtype = torch.get_autocast_dtype(a.device.type) if low else a.dtype
-    scale = max(float(b[b.isfinite()].abs().max()) if b.isfinite().any() else 0.0, floor)
-    return bool(torch.allclose(a, b, rtol=0.0, atol=torch.finfo(dtype).eps ** 0.5 * scale + 1e-12, equal_nan=True))
+    return a is b if a is None or b is None else close(a, b, floor)
 
 
 def _text(plan: CallPlan, where: str, got: Tensor | None, expected: Tensor | None) -> str:

@@ -198,8 +198,8 @@ class Lead:
         if self.num_stages == 1:
             self._known_plans.add(plan.number)
             return
+        _ = self.engine  # waits for processes that are starting
         with self.failures.guarded("placement"):
-            _ = self.engine
             fresh = self.home.send_tensors()
             self.home.send_modules(plan)
             if fresh or not self.optimizers.sent:

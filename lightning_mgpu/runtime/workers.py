@@ -84,6 +84,12 @@ class _Process:
         for thread in self.threads:
             thread.start()
 
+    def wait(self, timeout_s: float) -> int | None:
+        """Waits for the end of the process, and returns its exit code; ``None`` where it goes on."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.popen.wait(timeout_s)
+        return self.popen.returncode
+
     def next(self, timeout_s: float | None = None) -> Any:
         """Returns the next message, or raises `WorkerGone` when there won't be one, or `queue.Empty` in the end."""
         if self.gone:
@@ -232,21 +238,28 @@ class Workers:
         for process in self._processes:
             try:
                 hello = process.next(max(0.0, deadline_s - time.monotonic()))
-            except (WorkerGone, queue.Empty) as error:
-                process.threads[1].join(_END_WAIT_S)
-                text = "".join(process.output).strip() or "(no output)"
-                how = "ended" if isinstance(error, WorkerGone) else f"did not answer in {self.start_timeout_s:.0f} s"
-                code = process.popen.poll()
-                self.close()
-                raise WorkerStartError(
-                    f"the worker of stage {process.stage} ({self.devices[process.stage]}) {how} while it started"
-                    f"{'' if code is None else f' (exit code {code})'}; it printed:\n{text}"
-                ) from None
+            except WorkerGone:
+                code = process.wait(_END_WAIT_S)
+                raise self._start_error(process, f"ended while it started (exit code {code})") from None
+            except queue.Empty:
+                how = f"did not answer in {self.start_timeout_s:.0f} s while it started"
+                raise self._start_error(process, how) from None
             if not isinstance(hello, m.Hello):
                 raise MgpuError(f"stage {process.stage} said {type(hello).__name__} instead of Hello")
         assert self._folder is not None
         lead = self.num_stages - 1
         self.plane = DataPlane(str(Path(self._folder) / "rendezvous"), lead, self.num_stages, self.devices[lead])
+
+    def _start_error(self, process: _Process, how: str) -> WorkerStartError:
+        """Ends all processes, and says which one did not start."""
+        for each in self._processes:
+            each.popen.kill()  # none has anything to lose yet, nor need it listen
+        process.threads[1].join(_END_WAIT_S)
+        text = "".join(process.output).strip() or "(no output)"
+        self.close()
+        return WorkerStartError(
+            f"the worker of stage {process.stage} ({self.devices[process.stage]}) {how}; it printed:\n{text}"
+        )
 
     def _release_waits(self) -> None:
         """Ends waits for a process that is gone; on NCCL they would last for ever, on gloo they end by themselves."""
@@ -345,10 +358,7 @@ class Workers:
 
     def how_it_ended(self, stage: int) -> str:
         """Says how a process that left no report ended."""
-        process = self._processes[stage]
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.popen.wait(_END_WAIT_S)
-        code = process.popen.returncode
+        code = self._processes[stage].wait(_END_WAIT_S)
         if code is not None and code < 0:
             name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             return f"was killed by {name}" + (" (out of memory, perhaps)" if name == "SIGKILL" else "")
@@ -361,9 +371,9 @@ class Workers:
             The pickled state of each worker, by stage; ``None`` for one that is lost.
         """
         states: dict[int, bytes | None] = {}
-        for stage in self.stages:
+        for process in self._processes:
             with contextlib.suppress(WorkerGone):
-                self.tell(stage, m.Surrender())
+                self.tell(process.stage, m.Surrender())
         deadline_s = time.monotonic() + timeout_s
         for process in self._processes:
             state: bytes | None = None
