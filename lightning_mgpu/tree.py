@@ -13,12 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 __all__ = ["Spec", "flatten", "map_tensors", "tensors_in", "unflatten"]
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type, range, slice)
 _MAX_DEPTH = 8
+
+
+def _is_packed(obj: Any) -> bool:
+    return isinstance(obj, PackedSequence)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +40,8 @@ class _Opaque:
         return hash((type(self.template), self.names))
 
     def build(self, values: Iterable[Any]) -> Any:
+        if self.template is PackedSequence:  # its constructor looks into its parts, which may stand for tensors
+            return tuple.__new__(PackedSequence, values)
         obj = copy.copy(self.template)
         for name, value in zip(self.names, values, strict=True):
             object.__setattr__(obj, name, value)
@@ -67,7 +74,7 @@ def flatten(tree: Any) -> tuple[list[Any], Spec]:
 
 
 def _flatten(tree: Any, depth: int, seen: set[int]) -> tuple[list[Any], Spec]:
-    outer_leaves, outer = pytree.tree_flatten(tree)
+    outer_leaves, outer = pytree.tree_flatten(tree, is_leaf=_is_packed)
     leaves: list[Any] = []
     inner: list[tuple[_Opaque, tuple[Spec, ...]] | None] = []
     for leaf in outer_leaves:
@@ -81,7 +88,8 @@ def _flatten(tree: Any, depth: int, seen: set[int]) -> tuple[list[Any], Spec]:
             part, spec = _flatten(getattr(leaf, name), depth + 1, seen | {id(leaf)})
             leaves.extend(part)
             specs.append(spec)
-        inner.append((_Opaque(leaf, names), tuple(specs)))
+        template = PackedSequence if _is_packed(leaf) else leaf
+        inner.append((_Opaque(template, names), tuple(specs)))
     return leaves, Spec(outer, tuple(inner))
 
 
@@ -106,6 +114,8 @@ def _tensor_attributes(obj: Any, depth: int, seen: set[int]) -> tuple[str, ...]:
     """Lists the attributes of an object that holds tensors, all of them, so that the others count as leaves as well."""
     if depth >= _MAX_DEPTH or id(obj) in seen or isinstance(obj, (torch.nn.Module, torch.Generator, type)) or callable(obj):
         return ()
+    if _is_packed(obj):
+        return tuple(obj._fields)
     if dataclasses.is_dataclass(obj):
         names = [field.name for field in dataclasses.fields(obj) if hasattr(obj, field.name)]
         names += [name for name in getattr(obj, "__dict__", ()) if name not in names]

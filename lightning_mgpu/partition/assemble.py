@@ -23,6 +23,7 @@ def make_stages(
     store: Store,
     names_of: Callable[[int], Sequence[str]],
     simple_values: Callable[[str], Mapping[str, Any]],
+    owners_of: Callable[[str], frozenset[int]],
 ) -> tuple[Stage, ...]:
     """Makes the stages of one recording.
 
@@ -33,6 +34,7 @@ def make_stages(
         store: where leaf modules are looked at.
         names_of: lists the parameters and buffers of a node.
         simple_values: gives the Python attributes a leaf module had.
+        owners_of: gives the owners of a parameter or buffer. A buffer that a later stage reads comes from its owner.
 
     Returns:
         One stage per process, first to last.
@@ -53,12 +55,19 @@ def make_stages(
                     made_in.setdefault(register, j)
     read_in = [{r for i in nodes for r in graph.nodes[i].reads} for nodes in layout.stages]
 
+    buffers = {r: owners_of(s.name) for r, s in graph.sources.items() if s.kind == "buffer"}
+    from_stage: dict[tuple[int, int], int] = {}  # where a buffer comes from that a stage reads and does not own
+    for k, read in enumerate([*read_in[:-1], read_in[-1] | set(batching.wanted)]):
+        foreign = [r for r in read & buffers.keys() if k not in buffers[r]]
+        from_stage.update({(r, k): max(j for j in buffers[r] if j < k) for r in foreign})
+
     def alive(j: int) -> tuple[int, ...]:
         """Lists the registers that cross from stage j to stage j + 1."""
         later = set().union(*read_in[j + 1 :])
         made = {r for r, stage in made_in.items() if stage <= j and (r in later or r in batching.wanted)}
         carried = inputs & set().union(*read_in[j + 1 : count - 1]) if j + 1 < count - 1 else set()
-        return tuple(sorted(made | carried))
+        brought = {r for (r, k), origin in from_stage.items() if origin <= j < k}
+        return tuple(sorted(made | carried | brought))
 
     writes = {name: r for name, r in graph.buffer_writes.items() if r in made_in and batching.dims[r] is None}
     stages = []
@@ -75,6 +84,7 @@ def make_stages(
             unbatched=lambda r: batching.dims[r] is None,
             simple_values=simple_values,
             buffer_writes={name: r for name, r in writes.items() if made_in[r] == j},
+            given=[r for r in receives if r in buffers],
         )  # fmt: skip
         names = tuple(dict.fromkeys(name for index in nodes for name in names_of(index)))
         stages.append(Stage(j, program, described(receives), described(sends), described(sorted(direct)), names))

@@ -7,7 +7,7 @@ all that follows it form the *tail*, which runs once, on the lead, on the gather
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,12 +84,13 @@ class Batching:
     first_gathering: int | None = None
 
 
-def split_tail(graph: Graph, dims: Sequence[Dim] | None) -> Batching:
+def split_tail(graph: Graph, dims: Sequence[Dim] | None, away: Collection[str] = ()) -> Batching:
     """Divides the needed nodes into body and tail.
 
     Args:
         graph: recording of the whole batch.
         dims: batch dimension of each register, or ``None`` when the batch is one microbatch, which has no tail.
+        away: names of the buffers the lead does not have, so that the body hands them over where they are asked for.
 
     Returns:
         The division.
@@ -97,7 +98,8 @@ def split_tail(graph: Graph, dims: Sequence[Dim] | None) -> Batching:
     results = list(dict.fromkeys([*graph.output_registers, *graph.buffer_writes.values()]))
     needed = graph.live_nodes(results)
     if dims is None:
-        made_here = tuple(r for r in results if r not in graph.sources)
+        away = {*away, *_changed(graph, needed)}
+        made_here = tuple(r for r in results if r not in graph.sources or _is_buffer(graph, r, away))
         return Batching([None] * len(graph.values), tuple(needed), (), made_here)
     late: set[int] = set()  # registers the tail makes
     changed: set[int] = set()  # storages the tail changes
@@ -114,6 +116,8 @@ def split_tail(graph: Graph, dims: Sequence[Dim] | None) -> Batching:
         else:
             body.append(index)
     made = {r for index in body for r in graph.nodes[index].outputs if r is not None and r not in graph.sources}
+    away = {*away, *_changed(graph, body)}
+    made.update(r for r in graph.sources if _is_buffer(graph, r, away))
     asked = [*results, *(r for index in sorted(tail) for r in graph.nodes[index].reads)]
     wanted: list[int] = []
     for register in dict.fromkeys(asked):
@@ -125,6 +129,15 @@ def split_tail(graph: Graph, dims: Sequence[Dim] | None) -> Batching:
                 tail.update(again)
     alive = set(graph.live_nodes([*wanted, *_body_writes(graph, dims, made)]))
     return Batching(dims, tuple(i for i in body if i in alive), tuple(sorted(tail)), tuple(wanted), first_gathering)
+
+
+def _changed(graph: Graph, nodes: Iterable[int]) -> set[str]:
+    return {name for index in nodes if not graph.nodes[index].is_module for name in graph.nodes[index].changes}
+
+
+def _is_buffer(graph: Graph, register: int, names: Collection[str]) -> bool:
+    source = graph.sources.get(register)
+    return source is not None and source.kind == "buffer" and source.name in names
 
 
 def _body_writes(graph: Graph, dims: Sequence[Dim], made: set[int]) -> list[int]:

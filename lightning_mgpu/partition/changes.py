@@ -70,6 +70,9 @@ class ModuleChanges:
         inside = {id(child) for leaf in leaves for child in names.module_at[leaf].modules()}
         for module, attributes, contents in self.before:
             path = names.path_of[id(module)]
+            if module.training != attributes.get("training", module.training):
+                reason = f"puts {path or 'itself'!r} in another mode, which a replayed forward would not do; override train()"
+                raise RecordingError(unrepeatable_text(names.root, reason))
             if id(module) in inside:
                 _refuse_kept_tensors(module, attributes, path)
                 continue

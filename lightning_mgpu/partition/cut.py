@@ -12,8 +12,9 @@ import torch
 from lightning_mgpu.errors import PartitionError, PlacementError, counted
 from lightning_mgpu.partition.balance import partition
 from lightning_mgpu.partition.batch import Batching
+from lightning_mgpu.partition.body import Body
 from lightning_mgpu.partition.cost import Balance, node_costs, weights_of
-from lightning_mgpu.partition.graph import Graph
+from lightning_mgpu.partition.graph import Graph, Node
 from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.placement import Placement
 
@@ -61,103 +62,6 @@ def check_cut_names(cuts: Sequence[str], names: Names, num_stages: int) -> None:
             raise PartitionError(f"cut {name!r} names no module; the nearest names are {', '.join(map(repr, near))}")
 
 
-@dataclass
-class _Body:
-    """Is the sequence of body nodes with what decides where it may be cut; positions count body nodes."""
-
-    graph: Graph
-    batching: Batching
-    names: Names
-
-    def __post_init__(self) -> None:
-        self.nodes = self.batching.body
-        self.weights = [weights_of(self.graph, index, self.names) for index in self.nodes]
-        self.first: dict[int, int] = {}
-        self.last: dict[int, int] = {}
-        for position, index in enumerate(self.nodes):
-            node = self.graph.nodes[index]
-            for register in node.outputs:
-                if register is not None:
-                    self.first.setdefault(register, position)
-            for register in node.reads:
-                self.last[register] = position
-        self.last |= dict.fromkeys(self.batching.wanted, len(self.nodes))
-
-    def crossing(self) -> list[float]:
-        """Counts the bytes alive across each position."""
-        bytes_ = [0.0] * (len(self.nodes) + 1)
-        for register, last in self.last.items():
-            source = self.graph.sources.get(register)
-            if source is not None and source.kind != "input":
-                continue
-            for position in range(self.first.get(register, -1) + 1, min(last, len(self.nodes)) + 1):
-                bytes_[position] += self.graph.values[register].num_bytes
-        return bytes_
-
-    def illegal(self) -> list[str]:
-        """Says for each position why no cut may lie there; an empty string where it may."""
-        reasons = [""] * (len(self.nodes) + 1)
-        self._forbid_shared_memory(reasons)
-        self._forbid_inside_buffers(reasons)
-        for position, index in enumerate(self.nodes):
-            node = self.graph.nodes[index]
-            if node.target is torch.autograd.grad:
-                start = min((self.first.get(r, 0) for r in node.reads), default=0)
-                self._forbid(reasons, start + 1, position, f"{node} needs the calls before it in one stage")
-        return reasons
-
-    @staticmethod
-    def _forbid(reasons: list[str], start: int, end: int, reason: str) -> None:
-        for position in range(max(start, 0), min(end + 1, len(reasons))):
-            reasons[position] = reasons[position] or reason
-
-    def _forbid_shared_memory(self, reasons: list[str]) -> None:
-        changes: dict[int, int] = {}
-        for position, index in enumerate(self.nodes):
-            for storage in self.graph.storage_of(self.graph.nodes[index].mutates):
-                changes[storage] = position
-        for storage, change in changes.items():
-            sharing = [r for r in self.last if self.graph.values[r].storage == storage and r in self.first]
-            for position in range(change + 1):
-                alive = [r for r in sharing if self.first[r] < position <= self.last[r]]
-                if len(alive) > 1:
-                    node = self.graph.nodes[self.nodes[change]]
-                    self._forbid(reasons, position, position, f"{node} changes memory that two values share there")
-
-    def _forbid_inside_buffers(self, reasons: list[str]) -> None:
-        uses: dict[str, list[int]] = {}
-        changed: set[str] = set(self.graph.buffer_writes)
-        storage_names = {self.graph.values[r].storage: s.name for r, s in self.graph.sources.items() if s.kind == "buffer"}
-        for position, (index, weights) in enumerate(zip(self.nodes, self.weights, strict=True)):
-            node = self.graph.nodes[index]
-            found = {storage_names[s] for s in self.graph.storage_of(node.reads) if s in storage_names}
-            found.update(w for w in weights if self.names.kinds[w] == "buffer")
-            for name in found:
-                uses.setdefault(name, []).append(position)
-            changed.update(storage_names[s] for s in self.graph.storage_of(node.mutates) if s in storage_names)
-            if node.is_module:
-                changed.update(found)
-        for name, register in self.graph.buffer_writes.items():
-            if register in self.first:
-                uses.setdefault(name, []).append(self.first[register])
-        in_tail = self._changed_in_tail(storage_names)
-        for name, where in uses.items():
-            if name in in_tail:
-                self._forbid(reasons, where[0] + 1, len(self.nodes), f"buffer {name!r} is changed on the whole batch")
-            elif name in changed:
-                self._forbid(reasons, min(where) + 1, max(where), f"buffer {name!r} is changed there")
-
-    def _changed_in_tail(self, storage_names: dict[int, str]) -> set[str]:
-        found = {n for n, r in self.graph.buffer_writes.items() if r not in self.first or self._is_batched(r)}
-        for index in self.batching.tail:
-            storages = self.graph.storage_of(self.graph.nodes[index].mutates)
-            found.update(storage_names[s] for s in storages if s in storage_names)
-        return found
-
-    def _is_batched(self, register: int) -> bool:
-        return self.batching.dims[register] is not None
-
-
 def cut(
     graph: Graph,
     batching: Batching,
@@ -184,10 +88,10 @@ def cut(
         PlacementError: where it uses placed parameters against the order of the stages.
     """
     _check_tail(graph, batching, names, path)
-    body = _Body(graph, batching, names)
+    body = Body(graph, batching, names)
     reasons = body.illegal()
     count = len(body.nodes)
-    allowed = [placement.allowed(w) for w in body.weights]
+    allowed = [_allowed(graph.nodes[i], w, names, placement) for i, w in zip(body.nodes, body.weights, strict=True)]
     _check_tail_owners(graph, batching, names, placement)
     if any(a is not None for a in allowed):
         positions = _positions_by_owner(body, reasons, allowed, placement, request, path)
@@ -198,11 +102,28 @@ def cut(
         costs = node_costs(graph, body.nodes, names, request.balance)
         counts = [any(names.kinds[w] == "parameter" for w in weights) for weights in body.weights]
         _check_layers(sum(counts), placement.num_stages, names.module_at[path])
-        positions = partition(
-            costs, placement.num_stages, crossing=body.crossing()[:count], legal=[not r for r in reasons[:count]], counts=counts
-        )
+        legal, crossing = [not r for r in reasons[:count]], body.crossing()[:count]
+        try:
+            positions = partition(costs, placement.num_stages, crossing=crossing, legal=legal, counts=counts)
+        except PartitionError as error:
+            why = next((r for r in reasons[1:count] if r), "")
+            raise PartitionError(f"{error} ({why})" if why else str(error)) from error
     bounds = [0, *positions, count]
     return Layout(tuple(tuple(body.nodes[a:b]) for a, b in itertools.pairwise(bounds)))
+
+
+def _allowed(node: Node, weights: Sequence[str], names: Names, placement: Placement) -> frozenset[int] | None:
+    """Says in which stages a node may lie: those that own its weights; a buffer that it only reads may come from before."""
+    read = {w for w in weights if _only_reads(node, w, names) and w in placement.owners}
+    stages = placement.allowed(w for w in weights if w not in read)
+    for name in read:
+        later = frozenset(range(min(placement.owners[name]), placement.num_stages))
+        stages = later if stages is None else stages & later
+    return stages
+
+
+def _only_reads(node: Node, name: str, names: Names) -> bool:
+    return not node.is_module and names.kinds[name] == "buffer" and name not in node.changes
 
 
 def _check_layers(num_layers: int, num_stages: int, module: torch.nn.Module) -> None:
@@ -214,7 +135,7 @@ def _check_layers(num_layers: int, num_stages: int, module: torch.nn.Module) -> 
 
 
 def _positions_by_owner(
-    body: _Body,
+    body: Body,
     reasons: list[str],
     allowed: list[frozenset[int] | None],
     placement: Placement,
@@ -246,7 +167,7 @@ def _positions_by_owner(
         ) from error
 
 
-def _position_of(name: str, body: _Body, reasons: list[str], path: str) -> int:
+def _position_of(name: str, body: Body, reasons: list[str], path: str) -> int:
     full = name if name in body.names.module_at else f"{path}.{name}".lstrip(".")
     canonical = body.names.path_of[id(body.names.module_at[full])] if full in body.names.module_at else full
     for position, index in enumerate(body.nodes):
@@ -288,6 +209,8 @@ def _check_tail(graph: Graph, batching: Batching, names: Names, path: str) -> No
 def _check_tail_owners(graph: Graph, batching: Batching, names: Names, placement: Placement) -> None:
     for index in batching.tail:
         for name in weights_of(graph, index, names):
+            if any(s.name == name for r, s in graph.sources.items() if r in batching.wanted):
+                continue
             owners = placement.owners.get(name)
             if owners is not None and placement.lead not in owners:
                 raise PlacementError(
@@ -303,19 +226,7 @@ def place(graph: Graph, batching: Batching, layout: Layout, names: Names, placem
     does not use goes to its nearest neighbour by name, unless the forward uses nothing of the child it belongs to: such a
     child is called elsewhere, and stays free.
     """
-    used: dict[str, set[int]] = {}
-    for index, stage in layout.stage_of().items():
-        for name in weights_of(graph, index, names):
-            used.setdefault(name, set()).add(stage)
-    for name, register in graph.buffer_writes.items():
-        producers = [s for i, s in layout.stage_of().items() if register in graph.nodes[i].outputs]
-        if producers and batching.dims[register] is None:
-            used.setdefault(name, set()).add(producers[0])
-        else:
-            used.setdefault(name, set()).add(placement.lead)
-    for index in batching.tail:
-        for name in weights_of(graph, index, names):
-            used.setdefault(name, set()).add(placement.lead)
+    used = _users(graph, batching, layout, names, placement.lead)
     prefix = f"{path}." if path else ""
     for name, stages in used.items():
         if name not in placement.owners:
@@ -326,6 +237,25 @@ def place(graph: Graph, batching: Batching, layout: Layout, names: Names, placem
     for name in names.tensor_names(names.module_at[path]):
         if name not in placement.owners and _child(name, prefix) in children - {""}:
             placement.owners[name] = below.nearest(name)
+
+
+def _users(graph: Graph, batching: Batching, layout: Layout, names: Names, lead: int) -> dict[str, set[int]]:
+    """Finds the stages that must own each tensor; where a buffer is changed, those that only read it later need not."""
+    used: dict[str, set[int]] = {}
+    changed = {name for index in batching.body for name in graph.nodes[index].changes}
+    stages = layout.stage_of()
+    for index, stage in (*stages.items(), *((index, lead) for index in batching.tail)):
+        for name in weights_of(graph, index, names):
+            if name not in changed or not _only_reads(graph.nodes[index], name, names):
+                used.setdefault(name, set()).add(stage)
+    for name, register in graph.buffer_writes.items():
+        producers = [stage for index, stage in stages.items() if register in graph.nodes[index].outputs]
+        unbatched = bool(producers) and batching.dims[register] is None
+        used.setdefault(name, set()).add(producers[0] if unbatched else lead)
+    for source in (graph.sources[r] for r in graph.output_registers if r in graph.sources):
+        if source.is_weight and source.name not in changed:
+            used.setdefault(source.name, set()).add(lead)
+    return used
 
 
 def _child(name: str, prefix: str) -> str:

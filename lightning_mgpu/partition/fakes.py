@@ -47,6 +47,8 @@ class Swap:
 
     def fake(self, real: Tensor) -> Tensor:
         """Returns the fake of one tensor, of the same shape, dtype, device and kind."""
+        if nn.parameter.is_lazy(real):
+            return real
         if id(real) not in self.fake_of:
             with self.mode, torch.no_grad():
                 empty = torch.empty(real.shape, dtype=real.dtype, device=real.device)
@@ -57,6 +59,8 @@ class Swap:
     def enter(self) -> None:
         """Puts the fakes in place."""
         for module in self.root.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # compiled code takes no fakes
             for registry in (module._parameters, module._buffers):
                 self._real.append((registry, dict(registry)))
                 for name, tensor in registry.items():

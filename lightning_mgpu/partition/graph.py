@@ -46,6 +46,11 @@ class Source:
     kind: Literal["input", "parameter", "buffer", "constant"]
     name: str
 
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is a parameter or a buffer."""
+        return self.kind in ("parameter", "buffer")
+
 
 @dataclass(slots=True)
 class Value:

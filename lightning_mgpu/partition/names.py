@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_mgpu.partition.fakes import named_weights
@@ -23,6 +25,7 @@ class Names:
         tensors: parameter or buffer by canonical name.
         kinds: ``"parameter"`` or ``"buffer"`` by canonical name.
         aliases: every name of a tensor, by canonical name.
+        changing: names of the parameters that a recorded forward changes by itself, as one that clips its weights.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -36,6 +39,7 @@ class Names:
         self.tensors: dict[str, Tensor] = {}
         self.kinds: dict[str, str] = {}
         self.aliases: dict[str, list[str]] = {}
+        self.changing: set[str] = set()
         for kind, name, tensor in named_weights(root):
             canonical = self.name_of.setdefault(id(tensor), name)
             self.tensors.setdefault(canonical, tensor)
@@ -46,17 +50,21 @@ class Names:
         """Returns the parameter or buffer that the module holds under a name now."""
         owner, _, attribute = name.rpartition(".")
         module = self.module_at[owner]
-        found = module._parameters.get(attribute)
-        if found is None:
-            found = module._buffers[attribute]  # type: ignore[assignment]
-        assert found is not None
+        registry: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
+        found: Tensor = registry[attribute]
         return found
 
     @contextmanager
     def scratch_buffers(self) -> Iterator[None]:
-        """Gives all modules copies of their buffers for a block, so that what it changes is forgotten."""
-        kept = [(m._buffers, dict(m._buffers)) for m in self.root.modules()]
+        """Gives all modules copies of their buffers for a block, so that what it changes is forgotten.
+
+        What it changes in parameters is undone.
+        """
+        modules = (m for m in self.root.modules() if not isinstance(m, torch.jit.ScriptModule))
+        kept = [(m._buffers, dict(m._buffers)) for m in modules]
         copies: dict[int, Tensor] = {}
+        parameters = [self.current(name) for name in sorted(self.changing)]
+        values = [(p, p.data, p.data.clone()) for p in parameters]
         try:
             for registry, before in kept:
                 for key, buffer in before.items():
@@ -67,6 +75,9 @@ class Names:
             for registry, before in kept:
                 registry.clear()
                 registry.update(before)
+            for parameter, data, value in values:
+                parameter.data = data
+                data.copy_(value)
 
     def tensor_names(self, module: nn.Module) -> list[str]:
         """Lists the canonical names of the parameters and buffers below a module."""

@@ -35,6 +35,10 @@ class Placement:
         """Lists the tensors a stage owns."""
         return [name for name, stages in self.owners.items() if stage in stages]
 
+    def away(self) -> set[str]:
+        """Names the tensors the lead does not have."""
+        return {name for name, stages in self.owners.items() if self.lead not in stages}
+
     def shared(self) -> dict[str, frozenset[int]]:
         """Returns the tensors with several owners."""
         return {name: stages for name, stages in self.owners.items() if len(stages) > 1}

@@ -157,7 +157,7 @@ class Planner:
         signature = self._signature(path, leaves, spec)
         known = self._plans.get(signature, [])
         for plan in known:
-            if plan.whole.attributes.changed() is None and self._guards_hold(plan, unique):
+            if plan.whole.holds() and self._guards_hold(plan, unique):
                 self._plans.move_to_end(signature)
                 return plan, unique, False
         plan = self.make(path, args, kwargs, unique, spec)
@@ -210,13 +210,21 @@ class Planner:
         self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequence[Tensor], spec: tree.Spec
     ) -> CallPlan:
         """Records one call and cuts it, placing what has no owner yet."""
+        self._check_initialized(path)
+        first = True
         while True:
             num_promoted = len(self.recorder.promoted)
             whole = self._record(path, args, kwargs, None)
-            micro, dims, sizes = self._microbatches(path, args, kwargs, whole, tensors, spec)
+            try:
+                micro, dims, sizes = self._microbatches(path, args, kwargs, whole, tensors, spec, patient=not first)
+            except StructureError:
+                first = False  # the first recording may have filled a cache of the user's: once more
+                continue
             if len(self.recorder.promoted) == num_promoted:
                 break  # otherwise the recordings saw different leaves: once more
-        batching = split_tail(whole.graph, dims)
+        kinds = self.names.kinds
+        self.names.changing.update(n for node in whole.graph.nodes for n in node.changes if kinds[n] == "parameter")
+        batching = split_tail(whole.graph, dims, self.placement.away())
         layout = cut(whole.graph, batching, self.names, self.placement, self.request, path)
         place(whole.graph, batching, layout, self.names, self.placement, path)
         stages = {rows: self._stages(recording, batching, layout) for rows, recording in micro.items()}
@@ -229,6 +237,14 @@ class Planner:
         guards = GuardChecks(whole.graph) if whole.graph.guards else None
         whole.tensors.clear()
         return CallPlan(next(self._numbers), path, sizes, stages, batching, tail, whole, layout, inputs, guards)
+
+    def _check_initialized(self, path: str) -> None:
+        for name in self.names.tensor_names(self.names.module_at[path]):
+            if nn.parameter.is_lazy(self.names.tensors[name]):
+                raise RecordingError(
+                    f"{name!r} has no shape yet, so {self._describe(path)} can't be cut; call the module once on a batch, as "
+                    "in setup(), or use a layer that is not lazy"
+                )
 
     def _name_promoted(self, recording: Recording) -> None:
         """Warns of modules that run as one piece on each microbatch, since a decision over the batch would be another one."""
@@ -258,6 +274,7 @@ class Planner:
             store=self.store,
             names_of=lambda index: weights_of(recording.graph, index, self.names),
             simple_values=lambda leaf: recording.attributes.simple_values(self.names.module_at[leaf]),
+            owners_of=lambda name: self.placement.owners.get(name, frozenset({self.placement.lead})),
         )
 
     def _record(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], answers: Sequence[Guard] | None) -> Recording:
@@ -282,6 +299,8 @@ class Planner:
         whole: Recording,
         tensors: Sequence[Tensor],
         spec: tree.Spec,
+        *,
+        patient: bool,
     ) -> tuple[dict[int, Recording], list[Dim] | None, tuple[int, ...]]:
         given = tuple(isinstance(leaf, Tensor) for leaf in tree.flatten((args, kwargs))[0])
         replicated = self._replicated.setdefault((path, _spec_key(spec), given), set())
@@ -301,6 +320,11 @@ class Planner:
                     raise StructureError("microbatches of different sizes carry the batch differently")
             except MgpuError:
                 raise
+            except StructureError as error:
+                if not patient:
+                    raise
+                failure = error
+                continue
             except Exception as error:  # whatever fails on fewer rows works on the whole batch
                 failure = error
                 continue
@@ -327,7 +351,7 @@ class Planner:
         made = {r for i in batching.body for r in graph.nodes[i].outputs}
         writes = {n: r for n, r in graph.buffer_writes.items() if r not in made or batching.dims[r] is not None}
         results = graph.output_registers
-        return compile_nodes(graph, batching.tail, results, store=self.store, buffer_writes=writes)
+        return compile_nodes(graph, batching.tail, results, store=self.store, buffer_writes=writes, given=batching.wanted)
 
 
 def counted_buffers(stages: Sequence[Stage]) -> set[str]:

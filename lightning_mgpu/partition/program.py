@@ -6,7 +6,7 @@ A program holds only plain values and functions, so it can be pickled; the modul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -209,6 +209,7 @@ def compile_nodes(
     unbatched: Callable[[int], bool] | None = None,
     simple_values: Callable[[str], Mapping[str, Any]] | None = None,
     buffer_writes: Mapping[str, int] | None = None,
+    given: Collection[int] = (),
 ) -> Program:
     """Makes a program of some nodes of a graph.
 
@@ -221,6 +222,7 @@ def compile_nodes(
             alone are made once per call.
         simple_values: gives the Python attributes a leaf module had, by path.
         buffer_writes: buffers to rebind, by name.
+        given: registers of parameters and buffers that are handed in, rather than found in the store.
 
     Returns:
         The program; its constants are the graph's own tensors.
@@ -244,7 +246,7 @@ def compile_nodes(
         for step, once in zip(steps, _once(graph, nodes, unbatched, keep), strict=True):
             step.once = once
     used = {r for index in nodes for r in graph.nodes[index].reads} | keep
-    sources = {r: s for r, s in graph.sources.items() if r in used and s.kind != "input"}
+    sources = {r: s for r, s in graph.sources.items() if r in used and r not in given and s.kind != "input"}
     changed = graph.storage_of(r for index in nodes for r in graph.nodes[index].mutates)
     received: set[int] = set()
     made = set(sources)
@@ -280,27 +282,28 @@ def _step(graph: Graph, index: int, frees: tuple[int, ...], ambients: dict[Ambie
 def _once(
     graph: Graph, nodes: Sequence[int], unbatched: Callable[[int], bool], wanted: Iterable[int]
 ) -> list[Literal["all", "first", "last"]]:
-    """Finds updates of buffers that do not depend on the batch, to be made once per call instead of per microbatch.
+    """Finds updates of buffers and parameters that do not depend on the batch, to be made once per call.
 
-    Such an update runs for the first microbatch when its buffer is only read after it, for the last one when the buffer is
+    Such an update runs for the first microbatch when what it changes is only read after it, for the last one when that is
     only read before it, and for each (as documented) when it is read on both sides. What is computed for updates alone, as
     the products of a power iteration, does not count as a read.
     """
-    buffers = {graph.values[r].storage for r, s in graph.sources.items() if s.kind == "buffer"}
-    changes = [graph.storage_of(graph.nodes[i].mutates) & buffers for i in nodes]
+    kept = {graph.values[r].storage for r, s in graph.sources.items() if s.kind in ("parameter", "buffer")}
+    changes = [graph.storage_of(graph.nodes[i].mutates) & kept for i in nodes]
     updates = {
         p for p, i in enumerate(nodes)
         if changes[p] and not graph.nodes[i].is_module and all(unbatched(r) for r in graph.nodes[i].reads)
     }  # fmt: skip
     reads = [graph.storage_of(graph.nodes[i].reads) for i in nodes]
     readers = set(range(len(nodes))) - updates - _serving(graph, nodes, updates, wanted)
+    sent = graph.storage_of(wanted)
     result: list[Literal["all", "first", "last"]] = []
     for position in range(len(nodes)):
         if position not in updates:
             result.append("all")
             continue
         before = any(p < position and reads[p] & changes[position] for p in readers)
-        after = any(p > position and reads[p] & changes[position] for p in readers)
+        after = bool(sent & changes[position]) or any(p > position and reads[p] & changes[position] for p in readers)
         result.append("all" if before and after else "last" if before else "first")
     return result
 

@@ -13,7 +13,7 @@ from lightning_mgpu.partition.graph import (
     Line,
 )
 
-__all__ = ["Recording", "StructureError", "Unrecordable", "is_leaf_type"]
+__all__ = ["Recording", "StructureError", "Unrecordable", "is_leaf_type", "version_of"]
 
 
 class Unrecordable(BaseException):
@@ -43,6 +43,7 @@ class Recording:
         tensors: the tensor of each register, as the recording left it.
         promoted: modules called as one leaf because their inside can't be recorded, with the reason.
         buffers: what the forward left in each buffer, by name, where numbers were computed.
+        versions: how often each constant had been changed in place, by register.
     """
 
     graph: Graph
@@ -50,6 +51,17 @@ class Recording:
     tensors: list[Tensor] = field(default_factory=list)
     promoted: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    versions: dict[int, int] = field(default_factory=dict)
+
+    def holds(self) -> bool:
+        """Says whether the Python values and the constants that the forward used are what they were."""
+        constants = self.graph.constants
+        return self.attributes.changed() is None and all(version_of(constants[r]) == v for r, v in self.versions.items())
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns how often a tensor was changed in place; those of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def is_leaf_type(module: nn.Module) -> bool:

@@ -41,7 +41,7 @@ from lightning_mgpu.partition.graph import (
 from lightning_mgpu.partition.hooks import HookContainers
 from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.patching import patched_calls, unvalidated_distributions
-from lightning_mgpu.partition.recording import Recording, StructureError, Unrecordable, is_leaf_type
+from lightning_mgpu.partition.recording import Recording, StructureError, Unrecordable, is_leaf_type, version_of
 from lightning_mgpu.partition.standins import on_stand_ins, run_for_real
 from lightning_mgpu.partition.watch import OperatorWatch
 
@@ -131,7 +131,7 @@ class RecordingRun(TorchFunctionMode):
         stored = changes.stored_tensors(self.names, tuple(self.leaves))
         leaves, spec = tree.flatten((result, stored))
         outputs = [Ref(self._register(leaf)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._refuse_changed_inputs(inputs)
+        self._refuse_changes(inputs)
         for value, tensor in zip(self.values, self.tensors, strict=True):
             value.requires_grad = tensor.requires_grad  # a call in place may have changed it
         graph = Graph(
@@ -142,7 +142,8 @@ class RecordingRun(TorchFunctionMode):
         if self.real:
             kinds = self.names.kinds
             buffers = {name: self.names.current(name).detach().clone() for name, kind in kinds.items() if kind == "buffer"}
-        return Recording(graph, self.attributes, self.tensors, dict(self.promoted), buffers)
+        versions = {r: version_of(t) for r, t in self.constants.items()}
+        return Recording(graph, self.attributes, self.tensors, dict(self.promoted), buffers, versions)
 
     def _copy_input(self, tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
         if id(tensor) not in copies:
@@ -152,11 +153,15 @@ class RecordingRun(TorchFunctionMode):
             copies[id(tensor)] = copy
         return copies[id(tensor)]
 
-    def _refuse_changed_inputs(self, inputs: list[int]) -> None:
-        first = {self.values[r].storage: r for r in inputs}
+    def _refuse_changes(self, inputs: list[int]) -> None:
+        given = {self.values[r].storage for r in inputs}
+        constant = {self.values[r].storage for r in self.constants}
         for node in self.nodes:
             for register in node.mutates:
-                if self.values[register].storage in first:
+                if self.values[register].storage in constant:
+                    reason = f"changes in place a tensor that is no buffer of it ({node}); register it as a buffer"
+                    raise RecordingError(unrepeatable_text(self.module, reason))
+                if self.values[register].storage in given:
                     raise RecordingError(
                         f"the forward of {type(self.module).__name__} changes an argument in place ({node}); the caller "
                         "keeps the argument and would not see the change: work on a copy, as in x = x.clone()"
@@ -178,7 +183,9 @@ class RecordingRun(TorchFunctionMode):
 
     def _add_weights(self) -> None:
         for name, tensor in self.names.tensors.items():
-            present = self.names.current(name) if self.real else self.swap.fake_of[id(tensor)]
+            if nn.parameter.is_lazy(tensor):
+                continue
+            present = self.names.current(name) if self.real else self.swap.fake_of.get(id(tensor), tensor)
             kind: Literal["parameter", "buffer"] = "parameter" if self.names.kinds[name] == "parameter" else "buffer"
             self._add(present, Source(kind, name), private=True)
             self.owned.setdefault(self.values[-1].storage, name)
@@ -264,12 +271,14 @@ class RecordingRun(TorchFunctionMode):
     ) -> Any:
         tensors = tree.tensors_in((args, kwargs))
         reads = tuple(self._register(t) for t in tensors)
-        versions = [t._version for t in tensors]
+        versions = [version_of(t) for t in tensors]
         ambient = Ambient.current()
         with OperatorWatch() as watch:
             result = self._run(function, args, kwargs)
         watch.dynamic = watch.dynamic and not _has_fixed_shape(function, args, kwargs)
-        mutates = tuple(r for r, t, v in zip(reads, tensors, versions, strict=True) if t._version != v)
+        mutates = tuple(r for r, t, v in zip(reads, tensors, versions, strict=True) if version_of(t) != v)
+        if target is set_attribute and args[1] == "data":
+            mutates = reads[:1]
         leaves = tree.flatten(result)[0]
         if not mutates and not keep and not any(isinstance(leaf, Tensor) for leaf in leaves):
             if watch.dynamic and reads:
@@ -411,7 +420,8 @@ class RecordingRun(TorchFunctionMode):
         hooks = module._backward_hooks or module._backward_pre_hooks  # noqa: SLF001 - no public call lists them
         if hooks and not is_leaf_type(module):
             self.promoted.setdefault(path, "has backward hooks, which take it as one piece")
-        if path in self.promoted or (is_leaf_type(module) and module is not self.module):
+        leaf = is_leaf_type(module) and module is not self.module and self._has_own_weights(module)
+        if path in self.promoted or leaf:
             return self._leaf(module, plain, path, args, kwargs)
         self.scopes.append(path)
         try:
@@ -422,6 +432,11 @@ class RecordingRun(TorchFunctionMode):
             raise
         finally:
             self.scopes.pop()
+
+    def _has_own_weights(self, module: nn.Module) -> bool:
+        """Says whether a leaf holds what is registered as its weights, rather than values that stand in for a call."""
+        held = (t for registry in (module._parameters, module._buffers) for t in registry.values() if t is not None)
+        return all(self.register_of.get(id(t)) in self.sources for t in held)
 
     def _leaf(
         self, module: nn.Module, plain: Callable[..., Any], path: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -70,15 +70,20 @@ class WorkerStore:
 class Worker:
     """Carries out the lead's messages, one after the other."""
 
-    def __init__(self, connection: Connection, stage: int, num_stages: int, device: torch.device, path: str) -> None:
+    plane: DataPlane
+
+    def __init__(self, connection: Connection, stage: int, num_stages: int, device: torch.device) -> None:
         self.connection = connection
         self.stage = stage
         self.num_stages = num_stages
         self.device = device
-        self.plane = DataPlane(path, stage, num_stages, device)
         self.idle = threading.Event()
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.sending = threading.Lock()
+
+    def connect(self, path: str) -> None:
+        """Joins the data plane, which waits for all other stages."""
+        self.plane = DataPlane(path, self.stage, self.num_stages, self.device)
         self._forget()
 
     @property
@@ -307,8 +312,9 @@ def main() -> None:
         connection.send_bytes(pickle.dumps(m.Hello(start["stage"], os.getpid())))
     except OSError:
         os._exit(0)  # the lead ended, or no longer wants its workers
-    worker = Worker(connection, start["stage"], start["num_stages"], device, start["store"])
+    worker = Worker(connection, start["stage"], start["num_stages"], device)
     threading.Thread(target=worker.listen, daemon=True, name="listener").start()
+    worker.connect(start["store"])
     worker.serve()
 
 

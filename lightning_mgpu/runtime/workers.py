@@ -36,6 +36,7 @@ from lightning_mgpu.runtime.pack import Packed, unpack
 __all__ = ["WorkerGone", "Workers", "threads_per_process"]
 
 _END_WAIT_S = 5.0
+_LOOK_S = 0.1
 _MESSAGE = TypeVar("_MESSAGE")
 
 
@@ -84,11 +85,17 @@ class _Process:
         for thread in self.threads:
             thread.start()
 
-    def wait(self, timeout_s: float) -> int | None:
-        """Waits for the end of the process, and returns its exit code; ``None`` where it goes on."""
+    def how_it_ended(self) -> str:
+        """Waits a little for the end of the process and says how it came."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(timeout_s)
-        return self.popen.returncode
+            self.popen.wait(_END_WAIT_S)
+        code = self.popen.returncode
+        if code is None:
+            return "hung up"
+        if code < 0:
+            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+            return f"was killed by {name}" + (" (out of memory, perhaps)" if name == "SIGKILL" else "")
+        return f"ended with exit code {code}"
 
     def next(self, timeout_s: float | None = None) -> Any:
         """Returns the next message, or raises `WorkerGone` when there won't be one, or `queue.Empty` in the end."""
@@ -239,16 +246,35 @@ class Workers:
             try:
                 hello = process.next(max(0.0, deadline_s - time.monotonic()))
             except WorkerGone:
-                code = process.wait(_END_WAIT_S)
-                raise self._start_error(process, f"ended while it started (exit code {code})") from None
+                raise self._start_error(process, f"{process.how_it_ended()} while it started") from None
             except queue.Empty:
                 how = f"did not answer in {self.start_timeout_s:.0f} s while it started"
                 raise self._start_error(process, how) from None
             if not isinstance(hello, m.Hello):
                 raise MgpuError(f"stage {process.stage} said {type(hello).__name__} instead of Hello")
+        self.plane = self._connect(deadline_s)
+
+    def _connect(self, deadline_s: float) -> DataPlane:
+        """Joins the data plane, which waits for all stages, and gives up where one ends meanwhile."""
         assert self._folder is not None
         lead = self.num_stages - 1
-        self.plane = DataPlane(str(Path(self._folder) / "rendezvous"), lead, self.num_stages, self.devices[lead])
+        where = (str(Path(self._folder) / "rendezvous"), lead, self.num_stages, self.devices[lead])
+        made: queue.SimpleQueue[DataPlane | Exception] = queue.SimpleQueue()
+        threading.Thread(target=_put_plane, args=(made, *where), daemon=True, name="data plane").start()
+        while True:
+            try:
+                plane = made.get(timeout=_LOOK_S)
+            except queue.Empty:
+                for process in self._processes:
+                    if process.ended.is_set():
+                        raise self._start_error(process, f"{process.how_it_ended()} while it was connected") from None
+                if time.monotonic() > deadline_s:
+                    how = f"was not connected in {self.start_timeout_s:.0f} s"
+                    raise self._start_error(self._processes[0], how) from None
+                continue
+            if isinstance(plane, Exception):
+                raise plane
+            return plane
 
     def _start_error(self, process: _Process, how: str) -> WorkerStartError:
         """Ends all processes, and says which one did not start."""
@@ -358,11 +384,7 @@ class Workers:
 
     def how_it_ended(self, stage: int) -> str:
         """Says how a process that left no report ended."""
-        code = self._processes[stage].wait(_END_WAIT_S)
-        if code is not None and code < 0:
-            name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
-            return f"was killed by {name}" + (" (out of memory, perhaps)" if name == "SIGKILL" else "")
-        return f"ended with exit code {code}"
+        return self._processes[stage].how_it_ended()
 
     def surrender(self, timeout_s: float) -> dict[int, bytes | None]:
         """Takes everything home that workers still have, and ends them.
@@ -386,6 +408,14 @@ class Workers:
             states[process.stage] = state
         self.close()
         return states
+
+
+def _put_plane(made: queue.SimpleQueue[DataPlane | Exception], path: str, rank: int, size: int, device: torch.device) -> None:
+    """Makes a data plane in a thread of its own, since nothing but the missing stages can end its wait for them."""
+    try:
+        made.put(DataPlane(path, rank, size, device))
+    except Exception as error:
+        made.put(error)
 
 
 def _no_names(kind: str, key: str) -> Any:
