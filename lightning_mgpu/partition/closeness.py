@@ -14,7 +14,7 @@ def close(a: Tensor, b: Tensor, floor: float = 0.0) -> bool:
         return False
     if not (a.is_floating_point() or a.is_complex()):
         return bool(torch.equal(a, b))
-    a, b = a.detach(), b.detach()
+    a, b = (t.detach() if t.layout == torch.strided else t.detach().to_dense() for t in (a, b))
     low = torch.is_autocast_enabled(a.device.type)
     dtype = torch.get_autocast_dtype(a.device.type) if low else a.dtype
     scale = max(float(b[b.isfinite()].abs().max()) if b.isfinite().any() else 0.0, floor)

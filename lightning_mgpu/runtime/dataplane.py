@@ -11,13 +11,14 @@ way between a pair before what goes the other way.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from lightning_mgpu.runtime.pack import Packed, TensorHeader
+from lightning_mgpu.runtime.waiter import Waiter
 
 __all__ = ["CommunicationError", "DataPlane", "Receipt"]
 
@@ -31,7 +32,10 @@ class CommunicationError(RuntimeError):
 class Receipt:
     """Is a tensor that is being received."""
 
-    def __init__(self, work: Any, tensor: Tensor, result: Tensor, device: torch.device) -> None:
+    def __init__(
+        self, work: Any, tensor: Tensor, result: Tensor, device: torch.device, wait: Callable[[Sequence[Any]], None]
+    ) -> None:
+        self._wait = wait
         self._work = work
         self._tensor = tensor
         self._result = result
@@ -40,10 +44,7 @@ class Receipt:
     def wait(self) -> Tensor:
         """Waits until the tensor is here, and returns it."""
         if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                raise CommunicationError(str(error)) from error
+            self._wait([self._work])
         return self._result.to(self._device) if self._result.device != self._device else self._result
 
 
@@ -56,11 +57,23 @@ class DataPlane:
         size: number of stages.
         device: device of this process.
         hostname: address of the network interface to use.
+        interruptible: whether Ctrl-C ends a wait at once, as it has to in the user's own process.
     """
 
-    def __init__(self, path: str, rank: int, size: int, device: torch.device, hostname: str = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        path: str,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        hostname: str = "127.0.0.1",
+        interruptible: bool = False,
+    ) -> None:
         self.rank = rank
         self.device = device
+        # on GPUs a wait only orders streams
+        self._waiter = Waiter() if interruptible and device.type != "cuda" else None
         self._on_gpu = device.type == "cuda"
         self._sending: list[tuple[Any, Tensor]] = []
         dist: Any = distributed
@@ -93,20 +106,27 @@ class DataPlane:
         """Starts receiving a tensor of known shape and dtype."""
         result = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         if result.numel() == 0:
-            return Receipt(None, result, result, device or self.device)
+            return Receipt(None, result, result, device or self.device, self._wait)
         wire = _as_bytes(result)
         try:
             work = self._group.recv([wire], source, 0)
         except RuntimeError as error:
             raise CommunicationError(str(error)) from error
-        return Receipt(work, wire, result, device or self.device)
+        return Receipt(work, wire, result, device or self.device, self._wait)
 
     def flush(self) -> None:
         """Waits until everything is sent."""
         sending, self._sending = self._sending, []
+        if sending:
+            self._wait([work for work, _ in sending])
+
+    def _wait(self, works: Sequence[Any]) -> None:
         try:
-            for work, _ in sending:
-                work.wait()
+            if self._waiter is None:
+                for work in works:
+                    work.wait()
+            else:
+                self._waiter.wait(works)
         except RuntimeError as error:
             raise CommunicationError(str(error)) from error
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -68,7 +70,8 @@ class Failures:
         if broken:
             reports = lead.workers.autopsy(_REPORT_WAIT_S)
             ends = {stage: lead.workers.how_it_ended(stage) for stage, report in reports.items() if report is None}
-        lost = self._bring_home()
+        with _undisturbed():
+            lost = self._bring_home()
         note = ""
         if lost:
             note = (
@@ -129,6 +132,20 @@ class Failures:
             lead.optimizers.take(states)
         lead.start_over()
         return lost
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Lets another Ctrl-C pass while everything comes home, since what is on its way would be lost."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _cause_of(report: m.Failure) -> BaseException:

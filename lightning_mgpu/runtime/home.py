@@ -44,6 +44,11 @@ def check_gradient_hooks(names: Names, path: str) -> None:
             )
 
 
+def _memory_of(tensor: Tensor) -> int:
+    """Tells memories apart, so that a tensor whose ``data`` was replaced counts as written."""
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
+
+
 class Home:
     """Knows what each worker has of the module.
 
@@ -133,7 +138,7 @@ class Home:
             tensor = names.current(name)
             gradient = tensor.grad if isinstance(tensor, nn.Parameter) else None
             found[name] = (
-                id(tensor.untyped_storage()._cdata), tensor._version, -1 if gradient is None else gradient._version
+                _memory_of(tensor), tensor._version, -1 if gradient is None else gradient._version
             )  # fmt: skip
         return found
 

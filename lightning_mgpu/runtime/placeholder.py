@@ -80,6 +80,13 @@ def is_hidden(tensor: Tensor) -> bool:
     return isinstance(tensor, _Hidden)
 
 
+def _empty_like(tensor: Tensor) -> Tensor:
+    """Makes a tensor of the same shape that holds one number, or none where it is sparse."""
+    if tensor.layout != torch.strided:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device=tensor.device)
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
 def hide(tensor: Tensor, name: str, stage: int) -> None:
     """Frees the memory of a tensor and makes reads of it raise.
 
@@ -92,7 +99,7 @@ def hide(tensor: Tensor, name: str, stage: int) -> None:
         return
     with torch.no_grad():
         tensor.grad = None
-        tensor.data = torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+        tensor.data = _empty_like(tensor)
     _Hidden.where[id(tensor)] = (name, stage)
     tensor.__class__ = HiddenParameter if isinstance(tensor, nn.Parameter) else HiddenBuffer
 

@@ -413,7 +413,7 @@ class Workers:
 def _put_plane(made: queue.SimpleQueue[DataPlane | Exception], path: str, rank: int, size: int, device: torch.device) -> None:
     """Makes a data plane in a thread of its own, since nothing but the missing stages can end its wait for them."""
     try:
-        made.put(DataPlane(path, rank, size, device))
+        made.put(DataPlane(path, rank, size, device, interruptible=True))
     except Exception as error:
         made.put(error)
 
