@@ -66,7 +66,7 @@ class Failures:
         where = (lead.index, engine.microbatch, engine.doing) if engine is not None else (lead.index, None, doing)
         reports: Mapping[int, m.Failure | None] = {}
         ends: dict[int, str] = {}
-        broken = isinstance(error, (CommunicationError, WorkerGone, EOFError, OSError))
+        broken = isinstance(error, (CommunicationError, WorkerGone))
         if broken:
             reports = lead.workers.autopsy(_REPORT_WAIT_S)
             ends = {stage: lead.workers.how_it_ended(stage) for stage, report in reports.items() if report is None}

@@ -7,7 +7,9 @@ already has are sent as names.
 from __future__ import annotations
 
 import io
+import marshal
 import pickle
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +52,14 @@ class Packed:
         return Packed(self.payload, self.headers)
 
 
+def _reduce_code(code: types.CodeType) -> tuple[Any, ...]:
+    """Keeps a function's file and lines, which cloudpickle leaves out, so that a remote traceback names the user's line."""
+    return marshal.loads, (marshal.dumps(code),)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    dispatch_table = cloudpickle.Pickler.dispatch_table.new_child({types.CodeType: _reduce_code})
+
     def __init__(self, file: io.BytesIO, names: Mapping[int, str], modules: Mapping[int, str]) -> None:
         super().__init__(file)
         self.names = names
@@ -78,13 +87,18 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(file)
         self.tensors = tensors
         self.find = find
+        self.parameters: dict[int, nn.Parameter] = {}
 
     def persistent_load(self, pid: Any) -> Any:
         kind, key, *more = pid
         if kind != "tensor":
             return self.find(kind, key)
         tensor = self.tensors[key]
-        return nn.Parameter(tensor, requires_grad=tensor.requires_grad) if more[0] else tensor
+        if not more[0]:
+            return tensor
+        if key not in self.parameters:
+            self.parameters[key] = nn.Parameter(tensor, requires_grad=tensor.requires_grad)
+        return self.parameters[key]
 
 
 def pack(

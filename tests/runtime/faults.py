@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import override
 
 from tests.runtime.fuses import BackwardFuse, Fuse, raise_error
 from tests.zoo.data import Loader, prepared
+from tests.zoo.recipe import Classification
 from tests.zoo.steps import Mlp
 
 NUM_BATCHES = 4
@@ -49,4 +51,27 @@ def batches(*, marked: bool) -> Loader:
     served = [(torch.randn(8, 8, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(NUM_BATCHES)]
     if marked:
         served[MARKED_STEP][0][2 * MARKED_MICROBATCH] = float("nan")
+    return prepared(served)
+
+
+class Words(Classification):
+    """Looks words up by a call of torch's own, which fails on a word that there is no vector for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.Parameter(torch.randn(20, 16))
+        self.fc1 = nn.Linear(16, 16)
+        self.fc2 = nn.Linear(16, 20)
+
+    @override
+    def forward(self, words: Tensor) -> Tensor:
+        x = F.embedding(words, self.vectors)
+        y: Tensor = self.fc2(torch.tanh(self.fc1(x)))
+        return y
+
+
+def sentences_with_unknown_word() -> Loader:
+    """Serves four batches of 8 sentences; the third holds, in its third microbatch of two, a word that there is not."""
+    served = [(torch.randint(20, (8, 6)), torch.randint(20, (8, 6))) for _ in range(NUM_BATCHES)]
+    served[MARKED_STEP][0][2 * MARKED_MICROBATCH, 3] = 20
     return prepared(served)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,10 @@ def do_nothing() -> None:
 
 def raise_error() -> None:
     raise ValueError(TEXT)
+
+
+def raise_os_error() -> None:
+    raise FileNotFoundError(TEXT)
 
 
 def raise_unpicklable() -> None:
@@ -82,6 +86,28 @@ class BackwardFuse(torch.autograd.Function):
         if ctx.saved_tensors[0].isnan().any():
             ctx.break_()
         return gradient, None
+
+
+class FaultySgd(torch.optim.SGD):
+    """Breaks when it steps parameters of one shape for the third time.
+
+    Args:
+        params: The parameters.
+        shape: The shape.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], shape: tuple[int, ...]) -> None:
+        super().__init__(params, lr=0.1)
+        self.defaults["shape"] = shape
+
+    @override
+    def step(self, closure: Any = None) -> None:
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            state = self.state[parameter]
+            state["num_steps"] = state.get("num_steps", 0) + 1
+            if state["num_steps"] == 3 and parameter.shape == self.defaults["shape"]:
+                raise_error()
+        super().step(closure)
 
 
 def line_of(text: str) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -43,3 +46,12 @@ def spare_workers(held_processes: HeldProcesses) -> Iterator[SpareWorkers]:
 def processes_of(workers: Workers) -> list[psutil.Process]:
     """Returns the running processes."""
     return [psutil.Process(pid) for pid in workers.pids]
+
+
+def kill(pids: Sequence[int]) -> None:
+    """Kills workers and waits until they are dead, and only still to be asked how they ended."""
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

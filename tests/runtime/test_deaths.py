@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
-import psutil
 import pytest
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -20,7 +17,7 @@ from tests.harness import repeatable
 from tests.runtime import faults, fuses
 from tests.runtime.faults import FaultyMlp, batches
 from tests.runtime.observing import Witness, assert_whole, make_trainer, on_stages, promptly, weights_of
-from tests.runtime.spare_workers import SpareWorkers, processes_of
+from tests.runtime.spare_workers import SpareWorkers, kill, processes_of
 
 # The fuse looks at numbers, so it can't be recorded and runs as one piece.
 pytestmark = pytest.mark.filterwarnings(r"ignore:fuse \(Fuse\) runs as one piece")
@@ -34,16 +31,6 @@ LOSSES = [
     pytest.param(3, (1,), MIDDLE, id="stage 1 of 3"),
     pytest.param(3, (0, 1), FIRST + MIDDLE, id="both workers"),
 ]
-
-
-def kill(pids: Sequence[int]) -> None:
-    """Kills workers and waits until they are dead."""
-    processes = [psutil.Process(pid) for pid in pids]
-    for process in processes:
-        process.kill()
-    with suppress(psutil.NoSuchProcess):
-        while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
-            time.sleep(0.01)
 
 
 class Killer(Callback):

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import functools
 import traceback
+from pathlib import Path
 from typing import Literal
 
 import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
 
+from lightning_mgpu import PipelineStrategy
 from lightning_mgpu.errors import StageError
 from lightning_mgpu.runtime.failure import RemoteTraceback
-from tests.harness import repeatable
+from tests.harness import ATOL, RTOL, repeatable
 from tests.runtime import faults, fuses
-from tests.runtime.faults import FaultyMlp, batches
+from tests.runtime.faults import FaultyMlp, Words, batches, sentences_with_unknown_word
 from tests.runtime.observing import Witness, assert_whole, make_trainer, on_stages, promptly, weights_of
 from tests.runtime.spare_workers import SpareWorkers, processes_of
 
@@ -107,3 +113,79 @@ def test_an_exception_that_cannot_be_pickled(num_stages: int, stage: int, spare_
     assert cause is not None
     assert str(cause) == f"LockedError: {fuses.TEXT}"
     assert fuses.line_of("raise LockedError(TEXT)") in str(cause.__cause__)
+
+
+def test_a_failure_in_a_call_of_torchs_names_the_users_line(spare_workers: SpareWorkers) -> None:
+    """The worker replays calls without the user's Python around them, so the recording has to know their lines."""
+    workers = spare_workers.running(2)
+    strategy = PipelineStrategy(num_microbatches=4, cuts=["fc2"], workers=workers)
+    with pytest.raises(StageError) as caught:
+        make_trainer(strategy, devices=2).fit(Words(), sentences_with_unknown_word())
+    assert str(caught.value) == ("stage 0 of 2 (cpu) failed in microbatch 2 (forward): IndexError: index out of range in self")
+    lines = Path(faults.__file__).read_text().splitlines()
+    [number] = [number for number, line in enumerate(lines, start=1) if "F.embedding(" in line]
+    story = "".join(traceback.format_exception(caught.value))
+    assert f"raised by embedding ({faults.__file__}:{number} in forward)" in story
+
+
+class SavesOnException(Callback):
+    """Saves a checkpoint when the run fails, as Lightning's own callbacks do on demand."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def test_a_checkpoint_on_exception_has_the_last_good_values_when_a_stage_fails(
+    spare_workers: SpareWorkers, tmp_path: Path
+) -> None:
+    workers = spare_workers.running(2)
+    for number, make in enumerate((make_trainer, functools.partial(on_stages, workers))):
+        with repeatable():
+            module = FaultyMlp(0, "backward")
+            trainer = make(callbacks=[SavesOnException(tmp_path / f"{number}.ckpt")])
+            with pytest.raises((ValueError, StageError)):
+                trainer.fit(module, batches(marked=True))
+    one, cut = (torch.load(tmp_path / f"{number}.ckpt", weights_only=True) for number in range(2))
+    assert one["global_step"] == cut["global_step"] == faults.MARKED_STEP
+    for part in ("state_dict", "optimizer_states", "loops"):
+        torch.testing.assert_close(cut[part], one[part], rtol=RTOL, atol=ATOL)
+
+
+def test_an_exception_of_the_systems_in_the_leads_stage(spare_workers: SpareWorkers) -> None:
+    """An ``OSError`` of the user's own is no sign that a worker is gone."""
+    workers = spare_workers.running(2)
+    with pytest.raises(StageError) as caught:
+        on_stages(workers).fit(FaultyMlp(2, "forward", fuses.raise_os_error), batches(marked=True))
+    assert str(caught.value) == (f"stage 1 of 2 (cpu) failed in microbatch 2 (forward): FileNotFoundError: {fuses.TEXT}")
+    assert type(caught.value.__cause__) is FileNotFoundError
+
+
+class BadlyOptimized(FaultyMlp):
+    """Has an optimizer that breaks in its third step, on the stage that holds one layer."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__(0, "forward")
+        self.shape = shape
+
+    @override
+    def configure_optimizers(self) -> Optimizer:
+        return fuses.FaultySgd(self.parameters(), self.shape)
+
+
+@pytest.mark.parametrize(("stage", "shape"), [(0, (16, 8)), (1, (4, 16))])
+def test_an_exception_in_an_optimizers_step(stage: int, shape: tuple[int, ...], spare_workers: SpareWorkers) -> None:
+    workers = spare_workers.running(2)
+    module, witness = BadlyOptimized(shape), Witness()
+    with pytest.raises((StageError, ValueError)) as caught, promptly(witness):
+        on_stages(workers, callbacks=[witness]).fit(module, batches(marked=False))
+    assert str(caught.value) == (
+        fuses.TEXT if stage == 1 else f"stage 0 of 2 (cpu) failed (optimizer step): ValueError: {fuses.TEXT}"
+    )
+    assert witness.exceptions == [caught.value]
+    assert_whole(module, weights_of(module))
+    assert all(parameter.isfinite().all() for parameter in module.parameters())
+    on_stages(spare_workers.running(2)).fit(FaultyMlp(0, "forward"), batches(marked=False))

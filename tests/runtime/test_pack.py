@@ -49,7 +49,6 @@ def test_parameters_stay_parameters(requires_grad):
     assert type(again[1]) is torch.Tensor
 
 
-@pytest.mark.xfail(reason="each reference to a parameter without a name is unpacked as a Parameter of its own")
 def test_a_parameter_in_two_places_stays_one():
     layer = nn.Linear(2, 2)
     again = unpack(pack([layer, layer.weight]), _find_nothing)

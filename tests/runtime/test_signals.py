@@ -100,12 +100,6 @@ def interrupt_group(run: Run) -> None:
     os.killpg(run.lead.pid, signal.SIGINT)
 
 
-def interrupt_twice(run: Run) -> None:
-    interrupt(run)
-    time.sleep(0.05)
-    interrupt(run)
-
-
 @pytest.mark.parametrize(
     ("send", "num_stages", "num_loader_workers"),
     [(interrupt, 2, 0), (interrupt_group, 3, 0), (interrupt_group, 2, 1)],
