@@ -85,6 +85,13 @@ def test_deal_splits_multiples_along_any_dimension(shape, dim, lengths):
     assert torch.equal(torch.cat(parts, dim), whole)
 
 
+def test_deal_splits_parts_of_the_rows():
+    whole = torch.randn(4, 3)  # one for each two rows
+
+    assert [len(part) for part in deal(whole, (2, 2, 2, 2), 0)] == [1, 1, 1, 1]
+    assert [len(part) for part in deal(whole, (4, 4), 0)] == [2, 2]
+
+
 def test_deal_gives_what_has_no_rows_to_every_microbatch():
     whole = torch.randn(5, 5)
 

@@ -1,5 +1,6 @@
 """Trees: what is taken apart is put together as it was."""
 
+import pickle
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -7,6 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lightning_mgpu import tree
@@ -88,6 +91,29 @@ def test_objects_are_copied_and_never_changed():
     assert doubled.note == "kept"
     assert torch.equal(original.value.tokens, _tensor(1))
     assert doubled is not original
+
+
+def test_packed_sequences_hold_anything_in_the_place_of_their_tensors():
+    packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
+    leaves, spec = tree.flatten({"x": packed})
+    names = tree.unflatten(["data", "sizes", None, None], pickle.loads(pickle.dumps(spec)))["x"]
+    again = tree.unflatten(leaves, spec)["x"]
+
+    assert type(names) is type(again) is PackedSequence
+    assert names == ("data", "sizes", None, None)
+    assert torch.equal(again.data, packed.data)
+    assert again.batch_sizes is packed.batch_sizes
+
+
+def test_cache_objects_are_taken_apart():
+    cache = DynamicCache()
+    cache.update(torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), 0)
+    again = tree.map_tensors(lambda t: t + 1, cache)
+
+    assert isinstance(again, DynamicCache)
+    assert again.get_seq_length() == 3
+    assert [float(t.mean()) for t in tree.tensors_in(again)] == [2.0, 1.0]
+    assert [float(t.mean()) for t in tree.tensors_in(cache)] == [1.0, 0.0]
 
 
 def test_model_output_keeps_its_two_ways_of_access():

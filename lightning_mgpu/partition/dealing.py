@@ -46,10 +46,12 @@ def doubtful(tensors: Sequence[Tensor], batch_size: int) -> set[int]:
 def _splits(tensors: Sequence[Tensor], batch_size: int, replicated: set[int]) -> Iterator[set[int]]:
     """Yields the ways to choose the tensors that are split: all with the batch's first dimension, less known others.
 
-    The doubtful ones are tried as split first, as replicated next: one at a time, then all of them.
+    The doubtful ones are tried as split first, as replicated next: one at a time, those of the fewest dimensions and the
+    latest first, then all of them.
     """
     split = {i for i, t in enumerate(tensors) if i not in replicated and t.ndim > 0 and t.shape[0] == batch_size}
     unsure = doubtful(tensors, batch_size) & split
-    others = [split - {i} for i in sorted(unsure)] if len(unsure) > 1 else []
+    least_first = sorted(unsure, key=lambda i: (tensors[i].ndim, -i))
+    others = [split - {i} for i in least_first] if len(unsure) > 1 else []
     ways = [split, *others, split - unsure]
     yield from (way for i, way in enumerate(ways) if way and way not in ways[:i])

@@ -62,7 +62,7 @@ class Attachment:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if self._busy or not self._is_remote(path, module):
                     return plain(*args, **kwargs)
-                with self._working():
+                with self._working(), self.lead.resumed():
                     self.num_remote_calls += 1
                     return self.lead.call(path, args, kwargs)
 
@@ -98,7 +98,8 @@ class Attachment:
         def make(plain: Callable[..., Any]) -> Callable[..., Any]:
             def zero_grad(set_to_none: bool = True) -> None:
                 if self.lead.placed:
-                    self.lead.optimizers.zero_grad(module.parameters(), set_to_none=set_to_none)
+                    with self.lead.resumed():
+                        self.lead.optimizers.zero_grad(module.parameters(), set_to_none=set_to_none)
                 else:
                     plain(set_to_none)
 

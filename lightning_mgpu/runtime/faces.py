@@ -60,7 +60,8 @@ def _step(optimizer: Optimizer, index: int, lead: Lead) -> Callable[[Callable[..
                 hooks._global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values()
             ):
                 hook(optimizer, (), kwargs)
-            lead.optimizers.step(index, kwargs)
+            with lead.resumed():
+                lead.optimizers.step(index, kwargs)
             for post_hook in itertools.chain(
                 optimizer._optimizer_step_post_hooks.values(), hooks._global_optimizer_post_hooks.values()
             ):
@@ -79,7 +80,9 @@ def _zero_grad(optimizer: Optimizer, lead: Lead) -> Callable[[Callable[..., Any]
             if not lead.placed:
                 plain(set_to_none=set_to_none)
                 return
-            lead.optimizers.zero_grad([p for group in optimizer.param_groups for p in group["params"]], set_to_none=set_to_none)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            with lead.resumed():
+                lead.optimizers.zero_grad(parameters, set_to_none=set_to_none)
 
         return zero_grad
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_mgpu.errors import PlacementError
 from lightning_mgpu.partition.names import Names
@@ -42,11 +42,6 @@ def check_gradient_hooks(names: Names, path: str) -> None:
                 "parts, one of each microbatch; change the gradient in on_after_backward, inside "
                 "self.trainer.strategy.summon_parameters()"
             )
-
-
-def _memory_of(tensor: Tensor) -> int:
-    """Tells memories apart, so that a tensor whose ``data`` was replaced counts as written."""
-    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
 
 
 class Home:
@@ -131,23 +126,10 @@ class Home:
                 hide(names.current(name), name, max(stages))
         self.away = True
 
-    def versions(self) -> dict[str, tuple[int, int, int]]:
-        """Returns what changes when a tensor or its gradient is written, by name."""
-        names, found = self.lead.planner.names, {}
-        for name in self.lead.planner.placement.owners:
-            tensor = names.current(name)
-            gradient = tensor.grad if isinstance(tensor, nn.Parameter) else None
-            found[name] = (
-                _memory_of(tensor), tensor._version, -1 if gradient is None else gradient._version
-            )  # fmt: skip
-        return found
-
-    def send_changes(self, before: Mapping[str, tuple[int, int, int]]) -> None:
-        """Sends owners what was written since ``before``."""
-        now = self.versions()
-        changed = {name for name in now if now[name] != before[name]}
+    def send_back(self) -> None:
+        """Sends owners all values and gradients as they are here now; an owner writes only what differs."""
         for sent in self._sent.values():
-            sent.difference_update(changed)
+            sent.clear()
         self.send_tensors()
 
     def stay(self) -> None:

@@ -75,6 +75,7 @@ class Lead:
         self.home = Home(self)
         self.failures = Failures(self)
         self.running_engine: Engine | None = None
+        self._summoned = False
         self._calls = itertools.count()
         self._freed: list[int] = []
         self._seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
@@ -324,7 +325,7 @@ class Lead:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Makes parameters and buffers readable on the lead for a block that changes nothing."""
-        if not self.placed:
+        if not self.placed or self._summoned:
             yield
             return
         with self.failures.guarded("gathering"):
@@ -336,20 +337,40 @@ class Lead:
 
     @contextmanager
     def summoned(self) -> Iterator[None]:
-        """Makes parameters, buffers and gradients whole on the lead for a block; what it changes in place goes back."""
-        if not self.placed:
+        """Makes parameters, buffers and gradients whole on the lead for a block; what it changes goes back."""
+        if not self.placed or self._summoned:
             yield
             return
-        with self.failures.guarded("gathering"):
-            self.home.bring()
-        before = self.home.versions()
+        self._summon()
         try:
             yield
         finally:
-            if self.home.away:
-                with self.failures.guarded("placement"):
-                    self.home.send_changes(before)
-                self.home.hide()
+            self._dismiss()
+
+    def _summon(self) -> None:
+        with self.failures.guarded("gathering"):
+            self.home.bring()
+        self._summoned = True
+
+    def _dismiss(self) -> None:
+        self._summoned = False
+        if self.placed:
+            with self.failures.guarded("placement"):
+                self.home.send_back()
+            self.home.hide()
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Interrupts a `summoned` block for work of the stages: they see its changes, and it sees theirs."""
+        if not self._summoned:
+            yield
+            return
+        self._dismiss()
+        try:
+            yield
+        finally:
+            if self.placed:
+                self._summon()
 
     # -- the timeline ----------------------------------------------------------------------------------------------
 

@@ -87,9 +87,10 @@ class RemoteCall:
         present = frozenset(i for i, g in enumerate(gradients) if g is not None)
         first_only = frozenset(i for i, r in enumerate(self.plan.batching.wanted) if self.plan.batching.dims[r] is None)
         given = tuple(present if i == 0 else present - first_only for i in range(self.plan.num_microbatches))
-        parts = self.lead.run_backward(
-            self, given, deal_gradient(self.plan, gradients), retain=retain, accumulate=self.lead.anchor.accumulates()
-        )
+        with self.lead.resumed():
+            parts = self.lead.run_backward(
+                self, given, deal_gradient(self.plan, gradients), retain=retain, accumulate=self.lead.anchor.accumulates()
+            )
         return self._join(parts)
 
     def _join(self, parts: Sequence[dict[int, Tensor]]) -> list[Tensor | None]:

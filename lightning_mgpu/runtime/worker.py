@@ -185,8 +185,7 @@ class Worker:
         for name, tensor in tensors.items():
             known = self.store.tensors.get(name)
             if known is not None:
-                with torch.no_grad():
-                    self.store.tensor(name).copy_(tensor)
+                self._update(self.store.tensor(name), tensor)
             elif message.kinds[name] == "parameter":
                 self.store.tensors[name] = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
             else:
@@ -194,6 +193,14 @@ class Worker:
         for name in tensors:
             if message.kinds[name] == "parameter":
                 self.store.tensors[name].grad = grads.get(name)
+
+    def _update(self, known: Tensor, tensor: Tensor) -> None:
+        """Writes a value that came back, unless it is the same: a backward that waits would take that for a change."""
+        with torch.no_grad():
+            if known.layout != torch.strided or not torch.equal(known, tensor):
+                known.copy_(tensor)
+        if known.is_leaf and known.requires_grad != tensor.requires_grad:
+            known.requires_grad_(tensor.requires_grad)
 
     def _on_ship(self, message: m.Ship) -> None:
         self.store.modules.update(self._unpack(message.packed))

@@ -233,10 +233,12 @@ class PipelineStrategy(SingleDeviceStrategy):
                 lead.patches.put(wrapper, name, partial(_instead, getattr(optimizer, name)))
 
         def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            lead.optimizers.clip(_parameters(optimizer), max_norm=float(clip_val))
+            with lead.resumed():
+                lead.optimizers.clip(_parameters(optimizer), max_norm=float(clip_val))
 
         def by_value(optimizer: Optimizer, clip_val: float) -> None:
-            lead.optimizers.clip(_parameters(optimizer), bound=float(clip_val))
+            with lead.resumed():
+                lead.optimizers.clip(_parameters(optimizer), bound=float(clip_val))
 
         lead.patches.put(self.precision_plugin, "clip_grad_by_norm", partial(_instead, by_norm))
         lead.patches.put(self.precision_plugin, "clip_grad_by_value", partial(_instead, by_value))

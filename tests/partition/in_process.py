@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -76,6 +76,10 @@ class InProcess:
 
     def forget(self, number: int) -> None:
         """Is told of calls without a backward, of which nothing is kept here."""
+
+    def resumed(self) -> AbstractContextManager[None]:
+        """Is asked for around a backward, for the case that values were brought home in between; here they never are."""
+        return nullcontext()
 
     def run_forward(self, call: RemoteCall) -> list[Tensor]:
         plan, own = call.plan, call.state.run
