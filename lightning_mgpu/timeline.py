@@ -14,8 +14,9 @@ from typing import Any, Literal, TypeAlias
 
 __all__ = ["Event", "Kind", "Timeline", "ideal_bubble_share"]
 
-Kind: TypeAlias = Literal["forward", "backward", "optimizer", "transfer"]
+Kind: TypeAlias = Literal["forward", "backward", "input_backward", "weight_backward", "optimizer", "transfer"]
 
+_BACKWARD: frozenset[Kind] = frozenset({"backward", "input_backward", "weight_backward"})
 _EMPTY = "the timeline is empty; record one with PipelineStrategy(timeline=True)"
 
 
@@ -61,13 +62,18 @@ class Timeline:
         num_stages: number of stages, also those without an event.
         events: what the stages did, sorted by start.
         names: one description per stage for pictures, or empty.
+        homes: the process of each stage, or empty where each has its own.
     """
 
     num_stages: int
     events: tuple[Event, ...] = ()
     names: tuple[str, ...] = ()
+    homes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.homes and len(self.homes) != self.num_stages:
+            msg = f"the processes of {len(self.homes)} stages were given for {self.num_stages} stages; give one each, or none"
+            raise ValueError(msg)
         beyond = [event.stage for event in self.events if event.stage >= self.num_stages]
         if beyond:
             msg = f"an event belongs to stage {max(beyond)} of a timeline with {self.num_stages} stages"
@@ -78,19 +84,40 @@ class Timeline:
         ordered = tuple(sorted(self.events, key=lambda event: (event.start_s, event.end_s, event.stage)))
         object.__setattr__(self, "events", ordered)
 
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that hold the stages."""
+        return max(self.homes) + 1 if self.homes else self.num_stages
+
+    def process_of(self, stage: int) -> int:
+        """Returns the process of a stage."""
+        return self.homes[stage] if self.homes else stage
+
+    def stages_of(self, process: int) -> list[int]:
+        """Lists the stages of a process."""
+        return [stage for stage in range(self.num_stages) if self.process_of(stage) == process]
+
     @classmethod
-    def from_events(cls, events: Iterable[Event], *, num_stages: int | None = None, names: Sequence[str] = ()) -> Timeline:
+    def from_events(
+        cls,
+        events: Iterable[Event],
+        *,
+        num_stages: int | None = None,
+        names: Sequence[str] = (),
+        homes: Sequence[int] = (),
+    ) -> Timeline:
         """Builds a timeline from events in any order.
 
         Args:
             events: what the stages did.
             num_stages: number of stages; without it, as many as the names or the events tell of.
             names: one description per stage, or none.
+            homes: the process of each stage, or none where each has its own.
         """
         events = tuple(events)
         if num_stages is None:
             num_stages = len(names) or max((event.stage + 1 for event in events), default=0)
-        return cls(num_stages, events, tuple(names))
+        return cls(num_stages, events, tuple(names), tuple(homes))
 
     def merge(self, *others: Timeline) -> Timeline:
         """Joins the events of this timeline and others, as when every process brings its own.
@@ -100,7 +127,8 @@ class Timeline:
         parts = (self, *others)
         num_stages = max(part.num_stages for part in parts)
         names = next((part.names for part in parts if len(part.names) == num_stages), ())
-        return Timeline(num_stages, tuple(event for part in parts for event in part.events), names)
+        homes = next((part.homes for part in parts if len(part.homes) == num_stages), ())
+        return Timeline(num_stages, tuple(event for part in parts for event in part.events), names, homes)
 
     @property
     def calls(self) -> tuple[int, ...]:
@@ -134,7 +162,7 @@ class Timeline:
             calls = self.calls
             msg = f"the timeline has no call {k}; it has {len(calls)} between {calls[0]} and {calls[-1]} (see .calls)"
             raise ValueError(msg)
-        return Timeline(self.num_stages, events, self.names)
+        return Timeline(self.num_stages, events, self.names, self.homes)
 
     def last_step(self) -> Timeline:
         """Returns the last call that ran forward and backward or, if none ran backward, the last that ran forward.
@@ -152,7 +180,7 @@ class Timeline:
         if not forward:
             msg = f"none of the {len(kinds)} calls in the timeline ran forward, so there is no step to look at"
             raise ValueError(msg)
-        complete = [k for k in forward if "backward" in kinds[k]]
+        complete = [k for k in forward if kinds[k] & _BACKWARD]
         return self.call(max(complete or forward))
 
     def busy_s(self, stage: int) -> float:
@@ -175,9 +203,9 @@ class Timeline:
         return busy_s
 
     def bubble_share(self) -> float:
-        """Returns the share of all stages' time in the last step in which they ran neither forward nor backward.
+        """Returns the share of all processes' time in the last step in which they ran neither forward nor backward.
 
-        With ``n`` stages it is ``1 - (busy seconds of all stages) / (n * span)``, over the forwards and backwards of
+        With ``n`` processes it is ``1 - (busy seconds of all stages) / (n * span)``, over the forwards and backwards of
         ``last_step()``. GPipe (Huang et al. 2019, section 2.3) gives the ideal, ``(n - 1) / (m + n - 1)`` for ``m``
         microbatches, which assumes that all stages take the same time and that passing tensors on and the loss
         between the two phases take none: see ``ideal_bubble_share``.
@@ -186,13 +214,13 @@ class Timeline:
             ValueError: If no call ran forward, or the last step took no time.
         """
         step = self.last_step()
-        compute = Timeline(step.num_stages, tuple(e for e in step.events if e.kind in {"forward", "backward"}))
+        compute = Timeline(step.num_stages, tuple(e for e in step.events if e.kind == "forward" or e.kind in _BACKWARD))
         span_s = compute.span_s
         if span_s <= 0:
             msg = f"the {len(compute.events)} events of the last step took 0 s, so no share of it is a bubble"
             raise ValueError(msg)
         busy_s = sum(compute.busy_s(j) for j in range(compute.num_stages))
-        return 1 - busy_s / (compute.num_stages * span_s)
+        return 1 - busy_s / (step.num_processes * span_s)
 
     def to_trace(self) -> dict[str, Any]:
         """Returns the events in the Trace Event format that Perfetto and ``chrome://tracing`` read.
@@ -255,18 +283,19 @@ class Timeline:
             }
 
 
-def ideal_bubble_share(num_stages: int, num_microbatches: int) -> float:
-    """Returns ``(n - 1) / (m + n - 1)``: the bubble of fill and drain if every stage takes the same time.
+def ideal_bubble_share(num_processes: int, num_microbatches: int, stages_per_process: int = 1) -> float:
+    """Returns ``(n - 1) / (v m + n - 1)``: the bubble if every stage takes the same time, with ``v`` stages a process.
 
-    Source: GPipe (Huang et al. 2019, section 2.3).
+    Sources: GPipe (Huang et al. 2019, section 2.3); for several stages a process, Narayanan et al. 2021, "Efficient
+    Large-Scale Language Model Training on GPU Clusters", section 2.2.
 
     Raises:
         ValueError: If either number is below 1.
     """
-    if num_stages < 1 or num_microbatches < 1:
-        msg = f"{num_stages} stages and {num_microbatches} microbatches have no bubble; give at least 1 of each"
+    if num_processes < 1 or num_microbatches < 1 or stages_per_process < 1:
+        msg = f"{num_processes} stages and {num_microbatches} microbatches have no bubble; give at least 1 of each"
         raise ValueError(msg)
-    return (num_stages - 1) / (num_microbatches + num_stages - 1)
+    return (num_processes - 1) / (stages_per_process * num_microbatches + num_processes - 1)
 
 
 def _row(stage: int, kind: Kind) -> int:

@@ -212,7 +212,7 @@ def _check_tail_owners(graph: Graph, batching: Batching, names: Names, placement
             if any(s.name == name for r, s in graph.sources.items() if r in batching.wanted):
                 continue
             owners = placement.owners.get(name)
-            if owners is not None and placement.lead not in owners:
+            if owners is not None and placement.lead_process not in placement.holders(name):
                 raise PlacementError(
                     f"{graph.nodes[index]} needs the whole batch on the lead, but uses {name!r}, which an earlier call "
                     f"placed on stage {max(owners)}; use num_microbatches=1"

@@ -10,38 +10,55 @@ __all__ = ["Placement"]
 
 @dataclass
 class Placement:
-    """Maps the name of every placed tensor to the stages that own it.
+    """Maps the name of every placed tensor to the stages that own it, and so to the processes that hold it.
 
-    A parameter used in two stages is owned by both; its *primary* owner holds the gradient, the others add to it.
+    A parameter used in two stages is owned by both. Where several processes hold it, its *primary* holder has the gradient,
+    and the others add to it.
 
     Attributes:
         num_stages: number of stages; the last one is the lead's.
         owners: stages by canonical name.
+        homes: the process of each stage; by default each has its own.
     """
 
     num_stages: int
     owners: dict[str, frozenset[int]] = field(default_factory=dict)
+    homes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.homes = self.homes or tuple(range(self.num_stages))
 
     @property
     def lead(self) -> int:
-        """The stage of the lead, which is the last."""
+        """The stage that ends on the lead, which is the last."""
         return self.num_stages - 1
 
-    def primary(self, name: str) -> int:
-        """Returns the owner that holds the whole gradient: the lead where it is one, since the user can look there."""
-        return max(self.owners[name])
+    @property
+    def lead_process(self) -> int:
+        """The process of the lead, which is the last."""
+        return self.homes[-1]
 
-    def owned_by(self, stage: int) -> list[str]:
-        """Lists the tensors a stage owns."""
-        return [name for name, stages in self.owners.items() if stage in stages]
+    def holders(self, name: str) -> frozenset[int]:
+        """Returns the processes that hold a tensor: the lead alone until it is placed."""
+        stages = self.owners.get(name)
+        return frozenset({self.lead_process}) if stages is None else frozenset(self.homes[stage] for stage in stages)
+
+    def primary(self, name: str) -> int:
+        """Returns the process that holds the whole gradient: the lead where it is one, since the user can look there."""
+        return max(self.holders(name))
+
+    def held_by(self, process: int) -> list[str]:
+        """Lists the tensors a process holds."""
+        return [name for name in self.owners if process in self.holders(name)]
 
     def away(self) -> set[str]:
         """Names the tensors the lead does not have."""
-        return {name for name, stages in self.owners.items() if self.lead not in stages}
+        return {name for name in self.owners if self.lead_process not in self.holders(name)}
 
     def shared(self) -> dict[str, frozenset[int]]:
-        """Returns the tensors with several owners."""
-        return {name: stages for name, stages in self.owners.items() if len(stages) > 1}
+        """Returns the tensors that several processes hold, with those processes."""
+        held = {name: self.holders(name) for name in self.owners}
+        return {name: processes for name, processes in held.items() if len(processes) > 1}
 
     def allowed(self, names: Iterable[str]) -> frozenset[int] | None:
         """Returns the stages that own all of ``names``; ``None`` when none of them is placed."""

@@ -105,11 +105,19 @@ class Planner:
         num_recordings: forwards recorded so far.
     """
 
-    def __init__(self, root: nn.Module, num_stages: int, num_microbatches: int | Literal["auto"], request: CutRequest) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        num_stages: int,
+        num_microbatches: int | Literal["auto"],
+        request: CutRequest,
+        *,
+        homes: tuple[int, ...] = (),
+    ) -> None:
         self.names = Names(root)
         self.store: Store = ModuleStore(self.names)
         self.recorder = Recorder(self.names)
-        self.placement = Placement(num_stages)
+        self.placement = Placement(num_stages, homes=homes)
         self.num_microbatches = num_microbatches
         self.request = request
         self.num_recordings = 0
@@ -121,6 +129,7 @@ class Planner:
         self._parts: dict[str, tuple[list[nn.Module], list[nn.Parameter]]] = {}
         self._planned: set[str] = set()
         self._dropped: list[int] = []
+        self._whole = False
 
     def is_planned(self, path: str) -> bool:
         """Says whether a module has a plan already, so that its parameters are placed."""
@@ -188,7 +197,7 @@ class Planner:
         modes = tuple([m.training for m in modules])
         flags = tuple([p.requires_grad for p in parameters])
         described = tuple(_described(leaf) for leaf in leaves)
-        return path, _spec_key(spec), described, modes, flags, Ambient.current().without_inference()
+        return path, _spec_key(spec), described, modes, flags, self._whole, Ambient.current().without_inference()
 
     def _parts_of(self, path: str) -> tuple[list[nn.Module], list[nn.Parameter]]:
         if path not in self._parts:
@@ -338,7 +347,18 @@ class Planner:
         return {rows: whole}, None, (rows,)
 
     def _count(self, batch_size: int) -> int:
-        return num_microbatches_for(self.num_microbatches, self.placement.num_stages, batch_size)
+        if self._whole:
+            return 1
+        return num_microbatches_for(self.num_microbatches, self.placement.lead_process + 1, batch_size)
+
+    @contextmanager
+    def one_microbatch(self) -> Iterator[None]:
+        """Plans calls for a block as one microbatch each, however many rows they have."""
+        self._whole = True
+        try:
+            yield
+        finally:
+            self._whole = False
 
     def _warn_fewer(self, path: str, batch_size: int, count: int, failure: Exception) -> None:
         warnings.warn(

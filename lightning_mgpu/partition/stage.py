@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_mgpu.errors import RecordingError
 from lightning_mgpu.partition.batchnorm import DeferredStatistics
 from lightning_mgpu.partition.program import Environment, Program, Store
+from lightning_mgpu.partition.split_backward import SplitBackward
 
 __all__ = ["Crossing", "Stage", "StageRun"]
 
@@ -62,16 +63,28 @@ class StageRun:
     """Runs one stage for the microbatches of one call, and their backwards.
 
     Keeps for each microbatch what its backward needs: the received tensors, whose gradients go back, and the sent ones.
+
+    Args:
+        store: where modules and tensors are found.
+        num_microbatches: number of microbatches of the call.
+        grad: whether a backward may follow.
+        inference: whether grad-free steps run under inference mode.
+        seed: seed of the call's random numbers.
+        alone: whether each microbatch was recorded by itself, as a batch of its own.
     """
 
-    def __init__(self, store: Store, num_microbatches: int, *, grad: bool, inference: bool, seed: int) -> None:
+    def __init__(
+        self, store: Store, num_microbatches: int, *, grad: bool, inference: bool, seed: int, alone: bool = False
+    ) -> None:
         self.store = store
         self.num_microbatches = num_microbatches
+        self.alone = alone
         self.grad = grad
         self.inference = inference
         self.seed = seed
         self.statistics = DeferredStatistics() if num_microbatches > 1 else None
         self._kept: dict[int, tuple[Stage, Environment, dict[int, Tensor]]] = {}
+        self._split: dict[int, SplitBackward] = {}
 
     def forward(self, stage: Stage, microbatch: int, received: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
         """Runs the stage on one microbatch.
@@ -99,7 +112,8 @@ class StageRun:
             environment[crossing.register] = leaf
         with _seeded(self.seed, stage.index, microbatch):
             environment = stage.program.run(
-                environment, self.store, microbatch=microbatch, num_microbatches=self.num_microbatches,
+                environment, self.store, microbatch=0 if self.alone else microbatch,
+                num_microbatches=1 if self.alone else self.num_microbatches,
                 statistics=self.statistics, inference=self.inference,
             )  # fmt: skip
         sent: Environment = {}
@@ -129,8 +143,7 @@ class StageRun:
             The gradients of received tensors and inputs, by register; what has none is missing.
         """
         _, sent, leaves = self._kept[microbatch] if retain else self._kept.pop(microbatch)
-        pairs = [(sent[r], gradient) for r, gradient in gradients.items() if sent[r].requires_grad]
-        roots, seeds = [root for root, _ in pairs], [seed for _, seed in pairs]
+        roots, seeds = _roots(sent, gradients)
         if not roots:
             return {}
         if accumulate:
@@ -146,6 +159,32 @@ class StageRun:
         else:
             found = {}
         return {register: gradient for register, gradient in found.items() if gradient is not None}
+
+    def backward_of_inputs(self, microbatch: int, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Runs the part of one microbatch's backward that the stage before waits for.
+
+        Args:
+            microbatch: index of the microbatch.
+            gradients: the gradients of sent tensors, by register; what is missing has none.
+
+        Returns:
+            The gradients of received tensors and inputs, by register; what has none is missing.
+        """
+        stage, sent, leaves = self._kept.pop(microbatch)
+        weights = [self.store.tensor(name) for name in stage.names]
+        split = SplitBackward(*_roots(sent, gradients), leaves, [w for w in weights if w.is_leaf and w.requires_grad])
+        self._split[microbatch] = split
+        return split.inputs()
+
+    def backward_of_weights(self, microbatch: int) -> None:
+        """Runs the rest of one microbatch's backward, which adds up the gradients of the stage's parameters."""
+        self._split.pop(microbatch).weights()
+
+
+def _roots(sent: Environment, gradients: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Pairs what was sent with its gradient, as far as autograd can start there."""
+    pairs = [(sent[r], gradient) for r, gradient in gradients.items() if sent[r].requires_grad]
+    return [root for root, _ in pairs], [seed for _, seed in pairs]
 
 
 def _check_meta(value: Tensor, meta: Crossing, stage: Stage, *, grad: bool) -> None:

@@ -1,4 +1,7 @@
-"""Draws the timeline of one step as a Gantt chart: stages down, time across, gaps are the bubble."""
+"""Draws the timeline of one step as a Gantt chart: stages down, time across, gaps are the bubble.
+
+Stages of one process share a row, the later ones in a lighter colour.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,13 @@ __all__ = ["save_gantt"]
 _COLOURS: dict[Kind, tuple[str, str]] = {  # fill and ink; the fills stay apart in colour blindness (Okabe, Ito 2008)
     "forward": ("#0072B2", "white"),
     "backward": ("#E69F00", "black"),
+    "input_backward": ("#E69F00", "black"),
+    "weight_backward": ("#F0E442", "black"),
     "optimizer": ("#009E73", "white"),
     "transfer": ("#555555", "white"),
 }
 _IDLE = "#E8E8E8"
+_LATER = 0.6  # opacity of the second stage of a process, and those after it
 _BAR, _STRIP = 0.74, 0.1  # heights in lanes: of what a stage computes, and of transfers below it
 _FONT_SIZES = (10.0, 9.0, 8.0, 7.0, 6.0)
 _DPI = 150
@@ -55,16 +61,17 @@ def save_gantt(timeline: Timeline, path: str | Path, *, title: str | None = None
 
 
 def _draw(step: Timeline, title: str | None) -> Figure:
-    num_bars = max(sum(event.stage == j for event in step.events) for j in range(step.num_stages))
+    rows = range(step.num_processes)
+    num_bars = max(sum(step.process_of(event.stage) == row for event in step.events) for row in rows)
     width = min(7 + 0.15 * num_bars, 16)
-    figure = Figure(figsize=(width, 1.6 + 0.6 * step.num_stages), dpi=_DPI)
+    figure = Figure(figsize=(width, 1.6 + 0.6 * len(rows)), dpi=_DPI)
     figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     span_ms = step.span_s * 1e3
-    for j in range(step.num_stages):
-        axes.add_patch(Rectangle((0, j - _BAR / 2), span_ms, _BAR, facecolor=_IDLE, edgecolor="none", zorder=1))
-    bars = [(_draw_event(axes, event, step.events[0].start_s), event) for event in step.events]
+    for row in rows:
+        axes.add_patch(Rectangle((0, row - _BAR / 2), span_ms, _BAR, facecolor=_IDLE, edgecolor="none", zorder=1))
+    bars = [(_draw_event(axes, event, step), event) for event in step.events]
     _scale_axes(axes, step, span_ms)
     heading = title or f"{_count(step.num_stages, 'stage')}, {_count(step.num_microbatches, 'microbatch')}"
     axes.set_title(textwrap.fill(f"{heading}: {_bubble(step)}", int(width * 9)), fontsize=11)
@@ -73,22 +80,26 @@ def _draw(step: Timeline, title: str | None) -> Figure:
     return figure
 
 
-def _draw_event(axes: Axes, event: Event, origin_s: float) -> Rectangle:
-    start_ms, length_ms = (event.start_s - origin_s) * 1e3, (event.end_s - event.start_s) * 1e3
+def _draw_event(axes: Axes, event: Event, step: Timeline) -> Rectangle:
+    start_ms, length_ms = (event.start_s - step.events[0].start_s) * 1e3, (event.end_s - event.start_s) * 1e3
     fill, _ = _COLOURS[event.kind]
+    row = step.process_of(event.stage)
     if event.kind == "transfer":
-        bottom, height, zorder = event.stage + _BAR / 2, _STRIP, 2
+        bottom, height, zorder = row + _BAR / 2, _STRIP, 2
     else:
-        bottom, height, zorder = event.stage - _BAR / 2, _BAR, 3
+        bottom, height, zorder = row - _BAR / 2, _BAR, 3
     bar = Rectangle((start_ms, bottom), length_ms, height, facecolor=fill, zorder=zorder)
+    if event.stage != step.stages_of(row)[0]:
+        bar.set_alpha(_LATER)
     axes.add_patch(bar)
     return bar
 
 
 def _scale_axes(axes: Axes, step: Timeline, span_ms: float) -> None:
     axes.set_xlim(0, span_ms)
-    axes.set_ylim(step.num_stages - 0.45, -0.55)  # downwards: stage 0 on top
-    axes.set_yticks(range(step.num_stages), [_stage_label(step, j) for j in range(step.num_stages)], fontsize=9)
+    rows = range(step.num_processes)
+    axes.set_ylim(len(rows) - 0.45, -0.55)  # downwards: stage 0 on top
+    axes.set_yticks(rows, [_row_label(step, row) for row in rows], fontsize=9)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8))
     axes.set_xlabel("time (ms)", fontsize=9)
@@ -96,21 +107,25 @@ def _scale_axes(axes: Axes, step: Timeline, span_ms: float) -> None:
     axes.spines[["top", "left", "right"]].set_visible(False)
 
 
-def _stage_label(step: Timeline, stage: int) -> str:
-    lines = [f"stage {stage}"]
+def _row_label(step: Timeline, row: int) -> str:
+    stages = step.stages_of(row)
+    lines = [f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"]
     if step.names:
-        lines += textwrap.wrap(step.names[stage], 26, max_lines=2, placeholder=" …")
+        lines += textwrap.wrap(", ".join(step.names[stage] for stage in stages), 26, max_lines=2, placeholder=" …")
     return "\n".join(lines)
 
 
 def _bubble(step: Timeline) -> str:
-    ideal = ideal_bubble_share(step.num_stages, max(step.num_microbatches, 1))
+    if any(event.kind == "weight_backward" for event in step.events):
+        return f"bubble {step.bubble_share():.0%}"  # its ideal depends on how long each part of a backward takes
+    per_process = step.num_stages // step.num_processes
+    ideal = ideal_bubble_share(step.num_processes, max(step.num_microbatches, 1), per_process)
     return f"bubble {step.bubble_share():.0%} (ideal {ideal:.0%})"
 
 
 def _legend(step: Timeline) -> list[Patch]:
     seen = {event.kind for event in step.events}
-    patches = [Patch(facecolor=fill, label=kind) for kind, (fill, _) in _COLOURS.items() if kind in seen]
+    patches = [Patch(facecolor=fill, label=kind.replace("_", " ")) for kind, (fill, _) in _COLOURS.items() if kind in seen]
     return [*patches, Patch(facecolor=_IDLE, label="idle (bubble)")]
 
 
@@ -129,7 +144,7 @@ def _finish_bars(figure: Figure, axes: Axes, bars: Iterable[tuple[Rectangle, Eve
         if event.microbatch is not None and event.kind != "transfer":
             x, y = bar.get_x() + bar.get_width() / 2, bar.get_y() + bar.get_height() / 2
             text = axes.text(x, y, str(event.microbatch), color=ink, ha="center", va="center", zorder=4)
-            groups.setdefault((event.stage, event.kind), []).append((text, width))
+            groups.setdefault((round(bar.get_y() + _BAR / 2), event.kind), []).append((text, width))
     for labels in groups.values():
         _fit(labels)
 

@@ -37,6 +37,7 @@ class Attachment:
         self.num_remote_calls = 0
         self._busy = False
         self._remote: set[str] = set()
+        lead.attending, lead.resting = self._working, self._resting
         names = lead.planner.names
         for path, child in names.modules_below(""):
             if not leave(child) and next(child.parameters(), None) is not None:
@@ -62,8 +63,10 @@ class Attachment:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if self._busy or not self._is_remote(path, module):
                     return plain(*args, **kwargs)
+                self.num_remote_calls += 1
+                if self.lead.step.running:
+                    return self.lead.step.call(path, args, kwargs)
                 with self._working(), self.lead.resumed():
-                    self.num_remote_calls += 1
                     return self.lead.call(path, args, kwargs)
 
             return forward
@@ -77,6 +80,15 @@ class Attachment:
             yield
         finally:
             self._busy = False
+
+    @contextmanager
+    def _resting(self) -> Iterator[None]:
+        """Lets the user's code run in the middle of the pipeline's work."""
+        self._busy = False
+        try:
+            yield
+        finally:
+            self._busy = True
 
     def _not_in_forward(self, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Refuses what a forward may do on one device, but a replayed one would not do again."""

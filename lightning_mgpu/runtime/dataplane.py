@@ -4,13 +4,14 @@ Ranks are stage indices. The group is a process group of its own and never torch
 Lightning and to torchmetrics the pipeline stays what it is for them: one process. This file is the only one that knows torch's
 process group classes.
 
-On NCCL the operations between one pair of ranks run in the order they are posted. Every phase therefore posts what goes one
-way between a pair before what goes the other way.
+On NCCL the operations of one group between one pair of ranks run in the order they are posted, a receive that waits holding
+up the send behind it. Schedules send both ways at a time, so each direction has a group of its own there.
 """
 
 from __future__ import annotations
 
 import datetime
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_mgpu.runtime.waiter import Waiter
 
 __all__ = ["CommunicationError", "DataPlane", "Receipt"]
 
+_AT_THE_END = sys.maxsize
 _TIMEOUT = datetime.timedelta(days=1)  # a stage may wait for the user's code as long as that takes; death is noticed at once
 
 
@@ -75,32 +77,42 @@ class DataPlane:
         # on GPUs a wait only orders streams
         self._waiter = Waiter() if interruptible and device.type != "cuda" else None
         self._on_gpu = device.type == "cuda"
-        self._sending: list[tuple[Any, Tensor]] = []
+        self._sending: list[tuple[Any, Tensor, int, int]] = []  # what, to whom, and when that is received at the latest
         dist: Any = distributed
-        store = dist.PrefixStore("lightning_mgpu", dist.FileStore(path, size))
-        self._group: Any
+        store = dist.FileStore(path, size)
+        self._up: Any  # to higher ranks
+        self._down: Any  # to lower ones
         if self._on_gpu:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = _TIMEOUT
-            self._group = dist.ProcessGroupNCCL(store, rank, size, options)
+            self._up, self._down = (
+                dist.ProcessGroupNCCL(dist.PrefixStore(f"lightning_mgpu/{way}", store), rank, size, options)
+                for way in ("up", "down")
+            )
         else:
             gloo = dist.ProcessGroupGloo
             gloo_options = gloo._Options()
             gloo_options._devices = [gloo.create_device(hostname=hostname)]
             gloo_options._timeout = _TIMEOUT
             gloo_options._threads = 2
-            self._group = gloo(store, rank, size, gloo_options)
+            self._up = self._down = gloo(dist.PrefixStore("lightning_mgpu", store), rank, size, gloo_options)
 
-    def send(self, tensor: Tensor, to: int) -> None:
-        """Starts sending; `flush` waits until it is done."""
+    def send(self, tensor: Tensor, to: int, *, needed_at: int = _AT_THE_END) -> None:
+        """Starts sending; `flush` waits until it is done.
+
+        Args:
+            tensor: the tensor, which is kept until it is known to be sent.
+            to: the receiver.
+            needed_at: the receiver's action that waits for it, counted in its list; see `release`.
+        """
         if tensor.numel() == 0:
             return
         wire = _as_bytes(tensor.detach().to(self.device).contiguous())
         try:
-            work = self._group.send([wire], to, 0)
+            work = (self._up if to > self.rank else self._down).send([wire], to, 0)
         except RuntimeError as error:
             raise CommunicationError(str(error)) from error
-        self._sending.append((work, wire))
+        self._sending.append((work, wire, to, needed_at))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, source: int, device: torch.device | None = None) -> Receipt:
         """Starts receiving a tensor of known shape and dtype."""
@@ -109,7 +121,7 @@ class DataPlane:
             return Receipt(None, result, result, device or self.device, self._wait)
         wire = _as_bytes(result)
         try:
-            work = self._group.recv([wire], source, 0)
+            work = (self._up if source < self.rank else self._down).recv([wire], source, 0)
         except RuntimeError as error:
             raise CommunicationError(str(error)) from error
         return Receipt(work, wire, result, device or self.device, self._wait)
@@ -118,7 +130,19 @@ class DataPlane:
         """Waits until everything is sent."""
         sending, self._sending = self._sending, []
         if sending:
-            self._wait([work for work, _ in sending])
+            self._wait([work for work, *_ in sending])
+
+    def release(self, to: int, before: int) -> None:
+        """Lets go of what a receiver has had, as one knows that has seen what it made of it.
+
+        Args:
+            to: the receiver.
+            before: an action that the receiver has carried out, counted in its list.
+        """
+        done = [entry for entry in self._sending if entry[2] == to and entry[3] < before]
+        if done:
+            self._sending = [entry for entry in self._sending if not (entry[2] == to and entry[3] < before)]
+            self._wait([work for work, *_ in done])
 
     def _wait(self, works: Sequence[Any]) -> None:
         try:
@@ -147,7 +171,8 @@ class DataPlane:
     def abort(self) -> None:
         """Ends waits of other threads where the backend can; on gloo only the death of a peer does."""
         if self._on_gpu:
-            self._group.abort()
+            self._up.abort()
+            self._down.abort()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -1,17 +1,18 @@
-"""Fill and drain: the gpipe schedule as one process sees it (GPipe, Huang et al. 2019, section 2.3).
+"""The engine: runs this process's part of a table, action by action.
 
-Every stage runs the forwards of microbatches 0..m-1, later their backwards in the same order. What crosses a cut goes one way
-in each phase: activations up in the forward, gradients down in the backward. The arguments of all microbatches go from the
-lead to stage 0 before anything else, and the gradients of arguments come back after everything else, so that no pair of
-processes ever waits for each other.
+What crosses a cut follows from the table, so both sides agree on the order of what one process sends another. The arguments
+of all microbatches go from the lead to stage 0 before anything else, and the gradients of arguments come back after
+everything else. A process receives what its next action needs while it works on this one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,216 +20,312 @@ from torch import Tensor
 from lightning_mgpu.partition.program import Store
 from lightning_mgpu.partition.stage import Crossing, Stage, StageRun
 from lightning_mgpu.runtime.dataplane import DataPlane, Receipt
-from lightning_mgpu.timeline import Event, Kind
+from lightning_mgpu.schedule.table import Action, Table
+from lightning_mgpu.timeline import Event
 
-__all__ = ["CallState", "Engine"]
+__all__ = ["Call", "Engine", "Exchange", "Given"]
 
-Stages = Mapping[int, Stage]
+Given = frozenset[int]
+"""Positions of the wanted tensors of one microbatch that have a gradient."""
 
 
 @dataclass
-class CallState:
-    """Is what one stage keeps of a call until its backward."""
+class Call:
+    """Is what one process keeps of a call until its backward.
+
+    Attributes:
+        number: tells calls apart.
+        stages: for each microbatch the stages that are run here, by index.
+        runs: what is kept of each stage.
+        timed: whether to note when what is done.
+    """
 
     number: int
-    stages: Stages
-    sizes: tuple[int, ...]
-    run: StageRun
+    stages: Sequence[Mapping[int, Stage]]
+    runs: Mapping[int, StageRun]
     timed: bool
+
+
+class Exchange(Protocol):
+    """Is what an engine asks of the lead's side of a call, or of the messages about it."""
+
+    def given(self, microbatch: int, *, wait: bool) -> Given | None:
+        """Says which wanted tensors of a microbatch have a gradient; ``None`` where that is not known and not waited for."""
+
+    def inputs(self, stage: Stage, microbatch: int) -> list[Tensor] | None:
+        """Returns the arguments a stage takes, ``None`` where they have to be received."""
+
+    def made(self, microbatch: int, tensors: list[Tensor]) -> None:
+        """Takes what the last stage made."""
+
+    def gradients(self, microbatch: int) -> Mapping[int, Tensor]:
+        """Returns the gradients of what the last stage made, by register."""
+
+
+@dataclass
+class _Way:
+    """Is what comes from one other process, in its order."""
+
+    source: int
+    coming: deque[tuple[Action, str]]
 
 
 @dataclass
 class Engine:
-    """Runs one stage of a pipeline.
+    """Runs the stages of one process.
 
     Attributes:
-        stage: index of the stage.
-        num_stages: number of stages.
+        process: index of this process; the last one is the lead.
+        num_processes: number of processes.
         store: the modules and tensors of this process.
-        plane: the way to the other stages, ``None`` for a single stage.
-        microbatch, doing: what is being worked on, for error reports.
+        plane: the way to the other processes, ``None`` where there is none.
+        stage, microbatch, doing: what is being worked on, for error reports.
         events: when what was worked on, while a call is timed.
     """
 
-    stage: int
-    num_stages: int
+    process: int
+    num_processes: int
     store: Store
     plane: DataPlane | None
     device: torch.device
+    stage: int | None = None
     microbatch: int | None = None
     doing: str = "idle"
     events: list[Event] = field(default_factory=list)
 
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.num_stages - 1
-
-    # -- forward ---------------------------------------------------------------------------------------------------
-
-    def forward(
+    def run(
         self,
-        call: CallState,
-        inputs: Sequence[Mapping[int, Tensor]] | None = None,
-        first: Sequence[Sequence[Crossing]] = (),
-    ) -> list[list[Tensor]]:
-        """Runs the forwards of a call.
-
-        Args:
-            call: the call.
-            inputs: the arguments of each microbatch by register on the lead, ``None`` on workers.
-            first: on the lead, which of them stage 0 takes, for each microbatch.
-
-        Returns:
-            On the lead what the last stage made for each microbatch, elsewhere nothing.
-        """
-        self.doing = "forward"
-        if inputs is not None and self.num_stages > 1:
-            self._deal_out(inputs, first)
-        arriving = self._arriving(call)
-        made: list[list[Tensor]] = []
-        for i, rows in enumerate(call.sizes):
-            self.microbatch = i
-            stage = call.stages[rows]
-            received, direct = next(arriving)
-            if inputs is not None:
-                direct = [inputs[i][c.register] for c in stage.inputs]
-            with self._timed(call, "forward", i):
-                results = call.run.forward(stage, i, received, direct)
-            if self.is_last:
-                made.append(results)
-            else:
-                self._send(results, self.stage + 1)
-        self._end()
-        return made
-
-    def _deal_out(self, inputs: Sequence[Mapping[int, Tensor]], first: Sequence[Sequence[Crossing]]) -> None:
-        """Sends the arguments of all microbatches to stage 0, in one go."""
-        for part, crossings in zip(inputs, first, strict=True):
-            self._send([part[c.register] for c in crossings], 0)
-
-    def _arriving(self, call: CallState) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Yields what each microbatch needs from elsewhere, receiving the next one while this one is worked on."""
-        if self.plane is None or (self.stage == 0 and self.is_last):
-            yield from (([], []) for _ in call.sizes)
-            return
-        if self.stage == 0:
-            direct = [self._receive(call.stages[rows].inputs, self.num_stages - 1) for rows in call.sizes]
-            yield from (([], [r.wait() for r in receipts]) for receipts in direct)
-            return
-        waiting = self._receive(call.stages[call.sizes[0]].receives, self.stage - 1)
-        for i in range(len(call.sizes)):
-            here = [receipt.wait() for receipt in waiting]
-            if i + 1 < len(call.sizes):
-                waiting = self._receive(call.stages[call.sizes[i + 1]].receives, self.stage - 1)
-            yield here, []
-
-    # -- backward --------------------------------------------------------------------------------------------------
-
-    def backward(
-        self,
-        call: CallState,
-        given: Sequence[frozenset[int]],
-        gradients: Sequence[Mapping[int, Tensor]] | None,
+        call: Call,
+        table: Table,
+        exchange: Exchange,
         *,
-        retain: bool,
-        accumulate: bool,
-        input_gradients: bool,
+        retain: bool = False,
+        accumulate: bool = True,
     ) -> list[dict[int, Tensor]]:
-        """Runs the backwards of a call.
+        """Runs this process's list of a table.
 
         Args:
             call: the call.
-            given: for each microbatch the positions of the wanted tensors that have a gradient.
-            gradients: those gradients by register on the lead, ``None`` on workers.
+            table: what every process runs.
+            exchange: the lead's side of the call.
             retain: whether another backward of the call may follow.
             accumulate: whether parameters' gradients are added up.
-            input_gradients: whether the caller wants the gradients of arguments.
 
         Returns:
-            The gradients of this stage's own arguments for each microbatch, by register.
+            For each microbatch the gradients of the arguments that the stages here took directly, by register.
         """
-        self.doing = "backward"
-        arriving = self._arriving_gradients(call, given)
-        found: list[dict[int, Tensor]] = []
-        for i, rows in enumerate(call.sizes):
-            self.microbatch = i
-            stage = call.stages[rows]
-            arrived = gradients[i] if gradients is not None else next(arriving)
-            with self._timed(call, "backward", i):
-                made = call.run.backward(i, arrived, retain=retain, accumulate=accumulate)
-            if self.stage > 0:
-                self._send_gradients(stage.receives, made, given[i], self.stage - 1)
-            found.append({c.register: made[c.register] for c in stage.inputs if c.register in made})
-        if self.stage == 0 and not self.is_last and input_gradients:
-            for i, rows in enumerate(call.sizes):
-                self._send_gradients(call.stages[rows].inputs, found[i], given[i], self.num_stages - 1)
-        self._end()
-        return found
+        course = _Course(self, call, table, exchange, retain=retain, accumulate=accumulate)
+        for action in table.processes[self.process]:
+            self.stage, self.microbatch, self.doing = action.stage, action.microbatch, action.kind.replace("_", " ")
+            course.carry_out(action)
+        self.flush()
+        self.stage, self.microbatch, self.doing = None, None, "idle"
+        return course.found
 
-    def _arriving_gradients(self, call: CallState, given: Sequence[frozenset[int]]) -> Iterator[dict[int, Tensor]]:
-        if self.is_last:
-            return
-        receipts = self._receive_gradients(call.stages[call.sizes[0]].sends, given[0], self.stage + 1)
-        for i in range(len(call.sizes)):
-            here = {register: receipt.wait() for register, receipt in receipts.items()}
-            if i + 1 < len(call.sizes):
-                receipts = self._receive_gradients(call.stages[call.sizes[i + 1]].sends, given[i + 1], self.stage + 1)
-            yield here
+    # -- arguments -------------------------------------------------------------------------------------------------
 
-    def receive_input_gradients(
-        self, first: Sequence[Sequence[Crossing]], given: Sequence[frozenset[int]]
+    def deal_out(self, inputs: Sequence[Mapping[int, Tensor]], first: Sequence[Sequence[Crossing]], to: int) -> None:
+        """Sends the arguments of all microbatches to stage 0, in one go."""
+        for part, crossings in zip(inputs, first, strict=True):
+            self.send([part[c.register] for c in crossings], to)
+
+    def receive_arguments(self, call: Call, source: int) -> list[list[Receipt]]:
+        """Starts to receive what `deal_out` sends, for each microbatch."""
+        return [self.receive(stages[0].inputs, source) for stages in call.stages]
+
+    def return_gradients(self, call: Call, found: Sequence[Mapping[int, Tensor]], given: Sequence[Given], to: int) -> None:
+        """Sends the gradients of the arguments that stage 0 took back to the lead."""
+        for stages, gradients, present in zip(call.stages, found, given, strict=True):
+            self.send(self.filled(stages[0].inputs, gradients, present).values(), to)
+        self.flush()
+
+    def receive_gradients_of_arguments(
+        self, first: Sequence[Sequence[Crossing]], given: Sequence[Given], source: int
     ) -> list[dict[int, Tensor]]:
-        """Receives on the lead the gradients of the arguments that went to stage 0.
+        """Receives what `return_gradients` sends.
 
         Args:
             first: what stage 0 took for each microbatch.
             given: for each microbatch the wanted tensors that have a gradient.
+            source: the process of stage 0.
         """
-        receipts = [self._receive_gradients(c, g, 0) for c, g in zip(first, given, strict=True)]
+        receipts = [self.receive_gradients(c, g, source) for c, g in zip(first, given, strict=True)]
         return [{register: receipt.wait() for register, receipt in r.items()} for r in receipts]
 
     # -- crossings -------------------------------------------------------------------------------------------------
 
-    def _send(self, tensors: Sequence[Tensor], to: int) -> None:
+    def send(self, tensors: Iterable[Tensor], to: int, **options: int) -> None:
         assert self.plane is not None
         for tensor in tensors:
-            self.plane.send(tensor, to)
+            self.plane.send(tensor, to, **options)
 
-    def _receive(self, crossings: Sequence[Crossing], source: int) -> list[Receipt]:
+    def receive(self, crossings: Sequence[Crossing], source: int) -> list[Receipt]:
         assert self.plane is not None
         return [self.plane.receive(c.shape, c.dtype, source) for c in crossings]
 
-    def _send_gradients(
-        self, crossings: Sequence[Crossing], made: Mapping[int, Tensor], given: frozenset[int], to: int
-    ) -> None:
-        assert self.plane is not None
-        for crossing in crossings:
-            if crossing.has_gradient(given):
-                gradient = made.get(crossing.register)
-                if gradient is None:
-                    gradient = torch.zeros(crossing.shape, dtype=crossing.dtype, device=self.device)
-                self.plane.send(gradient, to)
+    def filled(self, crossings: Sequence[Crossing], made: Mapping[int, Tensor], given: Given) -> dict[int, Tensor]:
+        """Returns the gradients of received tensors, zeros where autograd left one out."""
+        return {
+            c.register: made[c.register] if c.register in made else torch.zeros(c.shape, dtype=c.dtype, device=self.device)
+            for c in crossings
+            if c.has_gradient(given)
+        }
 
-    def _receive_gradients(self, crossings: Sequence[Crossing], given: frozenset[int], source: int) -> dict[int, Receipt]:
+    def receive_gradients(self, crossings: Sequence[Crossing], given: Given, source: int) -> dict[int, Receipt]:
         assert self.plane is not None
         asked = [c for c in crossings if c.has_gradient(given)]
         return {c.register: self.plane.receive(c.shape, c.dtype, source) for c in asked}
 
-    def _end(self) -> None:
+    def flush(self) -> None:
+        """Waits until everything is sent."""
         if self.plane is not None:
             self.plane.flush()
-        self.microbatch, self.doing = None, "idle"
+
+    # -- time ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _timed(self, call: CallState, kind: Kind, microbatch: int) -> Iterator[None]:
+    def timing(self, call: Call, action: Action) -> Iterator[None]:
+        """Notes when an action is done, where the call is timed."""
         if not call.timed:
             yield
             return
         start_s = self._now_s()
         yield
-        self.events.append(Event(self.stage, kind, microbatch, start_s, self._now_s(), call.number))
+        self.events.append(Event(action.stage, action.kind, action.microbatch, start_s, self._now_s(), call.number))
 
     def _now_s(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # a picture shows when work is done, not when it is asked for
         return time.monotonic()
+
+
+class _Course:
+    """Is one run of a table: what has arrived, and what is on its way."""
+
+    def __init__(self, engine: Engine, call: Call, table: Table, exchange: Exchange, *, retain: bool, accumulate: bool) -> None:
+        self.engine = engine
+        self.call = call
+        self.table = table
+        self.exchange = exchange
+        self.retain = retain
+        self.accumulate = accumulate
+        self.found: list[dict[int, Tensor]] = [{} for _ in call.stages]
+        self._position = table.positions
+        self._here: dict[Action, list[Tensor] | dict[int, Tensor]] = {}  # from a stage of this process
+        self._arriving: dict[Action, list[Receipt] | dict[int, Receipt]] = {}
+        self._ways = {
+            source: _Way(source, deque(table.transfers(source, engine.process))) for source in range(engine.num_processes)
+        }
+
+    def carry_out(self, action: Action) -> None:
+        """Runs one action, with what it needs, and passes on what it makes."""
+        handlers: dict[str, Callable[[Action], None]] = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "input_backward": self._backward,
+            "weight_backward": self._weights,
+        }
+        handlers[action.kind](action)
+
+    # -- actions ---------------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        index, i = action.stage, action.microbatch
+        stage = self.call.stages[i][index]
+        received = self._take(action, index - 1) if index > 0 else []
+        assert isinstance(received, list)
+        direct = self.exchange.inputs(stage, i) if stage.inputs else []
+        with self.engine.timing(self.call, action):
+            results = self.call.runs[index].forward(stage, i, received, direct or [])
+        if index == self.table.num_stages - 1:
+            self.exchange.made(i, results)
+        elif self._is_here(index + 1):
+            self._here[Action("forward", index + 1, i)] = results
+        else:
+            self._send(results, Action("forward", index + 1, i))
+
+    def _backward(self, action: Action) -> None:
+        index, i = action.stage, action.microbatch
+        last = index == self.table.num_stages - 1
+        gradients = self.exchange.gradients(i) if last else self._take(action, index + 1)
+        assert not isinstance(gradients, list)
+        run, stage = self.call.runs[index], self.call.stages[i][index]
+        with self.engine.timing(self.call, action):
+            if action.kind == "backward":
+                made = run.backward(i, gradients, retain=self.retain, accumulate=self.accumulate)
+            else:
+                made = run.backward_of_inputs(i, gradients)
+        if index > 0:
+            given = self.exchange.given(i, wait=True)
+            assert given is not None
+            waiting, filled = self._backward_of(index - 1, i), self.engine.filled(stage.receives, made, given)
+            if self._is_here(index - 1):
+                self._here[waiting] = filled
+            else:
+                self._send(filled.values(), waiting)
+        for crossing in stage.inputs:
+            if crossing.register in made:
+                known, new = self.found[i].get(crossing.register), made[crossing.register]
+                self.found[i][crossing.register] = new if known is None else known + new
+
+    def _weights(self, action: Action) -> None:
+        with self.engine.timing(self.call, action):
+            self.call.runs[action.stage].backward_of_weights(action.microbatch)
+
+    # -- what actions wait for -------------------------------------------------------------------------------------
+
+    def _is_here(self, stage: int) -> bool:
+        return self.table.homes[stage] == self.engine.process
+
+    def _backward_of(self, stage: int, i: int) -> Action:
+        """Returns the action that takes the gradient of one stage and microbatch, and sends that of the stage before."""
+        whole = Action("backward", stage, i)
+        return whole if whole in self._position else Action("input_backward", stage, i)
+
+    def _send(self, tensors: Iterable[Tensor], waiting: Action) -> None:
+        """Sends what an action of another process waits for."""
+        self.engine.send(tensors, self.table.homes[waiting.stage], needed_at=self._position[waiting])
+
+    def _take(self, action: Action, neighbour: int) -> list[Tensor] | dict[int, Tensor]:
+        """Returns what an action waits for, and sees to it that what comes next from there is on its way."""
+        if self._is_here(neighbour):
+            return self._here.pop(action)
+        way = self._ways[self.table.homes[neighbour]]
+        while action not in self._arriving:
+            self._post(way, wait=True)
+        receipts = self._arriving.pop(action)
+        if isinstance(receipts, list):
+            arrived: list[Tensor] | dict[int, Tensor] = [receipt.wait() for receipt in receipts]
+        else:
+            arrived = {register: receipt.wait() for register, receipt in receipts.items()}
+        for other in self._ways.values():
+            self._post(other, wait=False)
+        self._release(action, way.source)
+        return arrived
+
+    def _release(self, action: Action, source: int) -> None:
+        """Lets go of what was sent to a process, as far as that must have had it to send what arrived."""
+        forward = action.kind == "forward"
+        i = action.microbatch
+        maker = Action("forward", action.stage - 1, i) if forward else self._backward_of(action.stage + 1, i)
+        assert self.engine.plane is not None
+        self.engine.plane.release(source, self._position[maker])
+
+    def _post(self, way: _Way, *, wait: bool) -> None:
+        """Starts to receive what comes next from a process; without ``wait`` only where nothing is on its way already."""
+        if not way.coming or (not wait and any(self._is_from(way.source, action) for action in self._arriving)):
+            return
+        action, what = way.coming[0]
+        stage = self.call.stages[action.microbatch][action.stage]
+        if what == "activations":
+            self._arriving[action] = self.engine.receive(stage.receives, way.source)
+        else:
+            given = self.exchange.given(action.microbatch, wait=wait)
+            if given is None:
+                return
+            self._arriving[action] = self.engine.receive_gradients(stage.sends, given, way.source)
+        way.coming.popleft()
+
+    def _is_from(self, source: int, action: Action) -> bool:
+        neighbour = action.stage - 1 if action.kind == "forward" else action.stage + 1
+        return self.table.homes[neighbour] == source

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lightning_mgpu.errors import MgpuError, StageError
+from lightning_mgpu.errors import MgpuError, PlacementError, StageError
 from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.dataplane import CommunicationError
 from lightning_mgpu.runtime.workers import WorkerGone
@@ -48,6 +48,11 @@ class Failures:
         Raises:
             StageError: where a stage failed, the remote exception as its cause.
         """
+        if self.lead.is_users_turn:
+            raise PlacementError(
+                f"training_step can't ask other stages for anything ({doing}) under schedule={self.lead.schedule.name!r}: "
+                'they are in the middle of it; ask in a hook, such as on_before_optimizer_step, or use schedule="gpipe"'
+            )
         if self._inside:
             yield
             return
@@ -63,7 +68,10 @@ class Failures:
     def _fail(self, error: BaseException, doing: str) -> None:
         lead = self.lead
         engine = lead.running_engine
-        where = (lead.index, engine.microbatch, engine.doing) if engine is not None else (lead.index, None, doing)
+        last = lead.num_stages - 1
+        where: tuple[int, int | None, str] = (last, None, doing)
+        if engine is not None:
+            where = (last if engine.stage is None else engine.stage, engine.microbatch, engine.doing)
         reports: Mapping[int, m.Failure | None] = {}
         ends: dict[int, str] = {}
         broken = isinstance(error, (CommunicationError, WorkerGone))
@@ -88,7 +96,8 @@ class Failures:
 
     def _text(self, stage: int, microbatch: int | None, doing: str, summary: str) -> str:
         lead = self.lead
-        place = f"stage {stage} of {lead.num_stages} ({lead.workers.devices[stage]})"
+        device = lead.workers.devices[lead.planner.placement.homes[stage]]
+        place = f"stage {stage} of {lead.num_stages} ({device})"
         when = f" in microbatch {microbatch}" if microbatch is not None else ""
         return f"{place} failed{when} ({doing}): {summary}"
 
@@ -96,24 +105,30 @@ class Failures:
         self, reports: Mapping[int, m.Failure | None], ends: Mapping[int, str], error: BaseException, doing: str, note: str
     ) -> StageError:
         """Chooses the first cause: the earliest report that is no communication error, or a process that left none."""
-        causes = [r for r in reports.values() if r is not None and not r.is_communication]
+        causes = [(p, r) for p, r in reports.items() if r is not None and not r.is_communication]
         if causes:
-            first = min(causes, key=lambda r: r.raised_at_s)
+            process, first = min(causes, key=lambda pair: pair[1].raised_at_s)
+            stage = self._stage_of(process) if first.stage is None else first.stage
             failure = StageError(
-                self._text(first.stage, first.microbatch, first.doing, f"{first.summary}{note}"),
-                stage=first.stage,
+                self._text(stage, first.microbatch, first.doing, f"{first.summary}{note}"),
+                stage=stage,
                 microbatch=first.microbatch,
             )
             failure.__cause__ = _cause_of(first)
             return failure
         if ends:
-            stage, how = next(iter(ends.items()))
+            process, how = next(iter(ends.items()))
+            stage = self._stage_of(process)
             failure = StageError(self._text(stage, None, doing, f"its process {how}{note}"), stage=stage)
             failure.__suppress_context__ = True  # that its peers lost touch with it says nothing more
             return failure
-        failure = StageError(f"the stages lost touch during {doing}: {error}{note}", stage=self.lead.index)
+        failure = StageError(f"the stages lost touch during {doing}: {error}{note}", stage=self.lead.num_stages - 1)
         failure.__cause__ = error
         return failure
+
+    def _stage_of(self, process: int) -> int:
+        """Returns the first stage of a process."""
+        return self.lead.planner.placement.homes.index(process)
 
     def _bring_home(self) -> list[str]:
         """Takes everything home that can still be had and ends the workers."""

@@ -84,7 +84,7 @@ class Home:
         lead, names = self.lead, self.lead.planner.names
         fresh = False
         for stage in lead.workers.stages:
-            owned = lead.planner.placement.owned_by(stage)
+            owned = lead.planner.placement.held_by(stage)
             lacking = [n for n in owned if n not in self._sent[stage]]
             if not lacking:
                 continue
@@ -106,7 +106,8 @@ class Home:
         lead, names = self.lead, self.lead.planner.names
         for stage in lead.workers.stages:
             known = set(self._modules[stage].values())
-            wanted = {p for every in plan.stages.values() for p in every[stage].program.modules()} - known
+            here = lead.stages_of(stage)
+            wanted = {p for every in plan.stages.values() for j in here for p in every[j].program.modules()} - known
             if not wanted:
                 continue
             modules = {path: names.module_at[path] for path in sorted(wanted)}
@@ -121,9 +122,8 @@ class Home:
     def hide(self) -> None:
         """Puts placeholders in the place of what lives elsewhere."""
         names, placement = self.lead.planner.names, self.lead.planner.placement
-        for name, stages in placement.owners.items():
-            if self.lead.index not in stages:
-                hide(names.current(name), name, max(stages))
+        for name in placement.away():
+            hide(names.current(name), name, max(placement.owners[name]))
         self.away = True
 
     def send_back(self) -> None:
@@ -142,9 +142,8 @@ class Home:
         """Brings values and gradients home, for as long as the block that asked for them; `hide` sends them off again."""
         lead, names = self.lead, self.lead.planner.names
         asked: dict[int, list[str]] = {j: [] for j in lead.workers.stages}
-        for name, stages in lead.planner.placement.owners.items():
-            if lead.index not in stages:
-                asked[max(stages)].append(name)
+        for name in lead.planner.placement.away():
+            asked[lead.planner.placement.primary(name)].append(name)
         stages_asked = list(asked)
         values = lead.workers.collect(stages_asked, "values", list(asked.values()))
         parameters = [[n for n in wanted if names.kinds[n] == "parameter"] for wanted in asked.values()]

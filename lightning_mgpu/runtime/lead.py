@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -23,8 +23,10 @@ from lightning_mgpu.partition.plan import CallPlan, Planner
 from lightning_mgpu.partition.selfcheck import check_plan
 from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.engine import Engine
+from lightning_mgpu.runtime.exchange import BatchExchange, summed
 from lightning_mgpu.runtime.failure import Failures
 from lightning_mgpu.runtime.home import Home, check_gradient_hooks
+from lightning_mgpu.runtime.microbatched import MicrobatchedStep
 from lightning_mgpu.runtime.modes import modes_of
 from lightning_mgpu.runtime.optimizers import OwnedOptimizers
 from lightning_mgpu.runtime.pack import pack
@@ -32,6 +34,7 @@ from lightning_mgpu.runtime.patches import Patches
 from lightning_mgpu.runtime.remote import Anchor, RemoteCall, call_remotely
 from lightning_mgpu.runtime.sharing import Share, add_up
 from lightning_mgpu.runtime.workers import Workers
+from lightning_mgpu.schedule.catalog import SCHEDULES, Schedule
 from lightning_mgpu.timeline import Event, Timeline
 
 __all__ = ["Lead"]
@@ -44,7 +47,9 @@ class Lead:
 
     Attributes:
         planner: plans of calls, and the placement.
-        workers: the processes of the other stages.
+        workers: the other processes.
+        schedule: the order of forwards and backwards.
+        step: runs training steps by microbatches.
         placed: whether parameters live with their stages now, rather than all on the lead.
         timed: whether calls are recorded for a timeline.
     """
@@ -55,14 +60,18 @@ class Lead:
         workers: Workers,
         *,
         num_microbatches: int | Literal["auto"] = "auto",
+        schedule: Schedule = SCHEDULES["gpipe"],
         request: CutRequest | None = None,
         self_check: bool | Literal["auto"] = "auto",
         patches: Patches | None = None,
     ) -> None:
         self.root = root
         self.workers = workers
-        self.num_stages = workers.num_stages
-        self.planner = Planner(root, self.num_stages, num_microbatches, request or CutRequest())
+        self.num_processes = workers.num_stages
+        self.schedule = schedule
+        homes = schedule.homes(self.num_processes)
+        self.planner = Planner(root, len(homes), num_microbatches, request or CutRequest(), homes=homes)
+        self.own_stages = self.stages_of(self.index)
         self.planner.fetch = self.shown
         self.self_check = self_check
         self.patches = patches or Patches()
@@ -72,7 +81,11 @@ class Lead:
         self.timed = False
         self.events: list[Event] = []
         self.stage_names: tuple[str, ...] = ()
+        self.attending: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.resting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.is_users_turn = False
         self.home = Home(self)
+        self.step = MicrobatchedStep(self)
         self.failures = Failures(self)
         self.running_engine: Engine | None = None
         self._summoned = False
@@ -85,9 +98,17 @@ class Lead:
     # -- what is where ---------------------------------------------------------------------------------------------
 
     @property
+    def num_stages(self) -> int:
+        return self.planner.placement.num_stages
+
+    @property
     def index(self) -> int:
-        """The lead's own stage."""
-        return self.num_stages - 1
+        """The lead's own process."""
+        return self.num_processes - 1
+
+    def stages_of(self, process: int) -> tuple[int, ...]:
+        """Lists the stages of a process."""
+        return tuple(stage for stage, home in enumerate(self.planner.placement.homes) if home == process)
 
     @property
     def placed(self) -> bool:
@@ -98,14 +119,14 @@ class Lead:
         if self.running_engine is None:
             self.workers.ready()
             self.running_engine = Engine(
-                self.index, self.num_stages, self.planner.store, self.workers.plane, self.workers.devices[self.index]
+                self.index, self.num_processes, self.planner.store, self.workers.plane, self.workers.devices[self.index]
             )
         return self.running_engine
 
     def is_placed(self, module: nn.Module) -> bool:
         """Says whether any tensor of a module has an owner other than the lead alone."""
-        owners = self.planner.placement.owners
-        return any(owners.get(n, frozenset({self.index})) != {self.index} for n in self.planner.names.tensor_names(module))
+        holders = self.planner.placement.holders
+        return any(holders(name) != {self.index} for name in self.planner.names.tensor_names(module))
 
     # -- a call ----------------------------------------------------------------------------------------------------
 
@@ -124,24 +145,55 @@ class Lead:
             RecordingError, PartitionError, SelfCheckError: where the forward can't be run in stages.
             StageError: where a stage failed.
         """
-        plan, tensors = self._plan(path, args, kwargs)
+        plan, tensors = self.plan(path, args, kwargs)
         parameters = self.planner.names.module_at[path].parameters()
         trains = any(t.requires_grad for t in tensors) or any(p.requires_grad for p in parameters)
         grad = torch.is_grad_enabled() and trains
         inputs = deal_inputs(plan, [t.detach() for t in tensors])
-        call = RemoteCall(self, plan, next(self._calls), inputs, grad=grad)
-        whole = call_remotely(call, tensors)
+        call = RemoteCall(self, plan, self.next_number(), inputs, grad=grad)
+        return self.finish(plan, tensors, call_remotely(call, tensors))
+
+    def finish(self, plan: CallPlan, tensors: Sequence[Tensor], whole: Sequence[Tensor]) -> Any:
+        """Runs the tail of a call and returns what the forward returns.
+
+        Args:
+            plan: the plan of the call.
+            tensors: the tensors among the arguments.
+            whole: what the last stage made.
+        """
         inference = torch.is_inference_mode_enabled()
         result, stored = finish(plan, tensors, whole, self.planner.store, inference=inference)
         for (owner, name), value in stored.items():
             setattr(self.planner.names.module_at[owner], name, value)
         return result
 
+    def next_number(self) -> int:
+        """Returns a number for the next call."""
+        return next(self._calls)
+
+    @contextmanager
+    def users_turn(self) -> Iterator[None]:
+        """Runs user code in the middle of an exchange: what it raises is its own, and it can't ask workers for anything."""
+        engine, self.is_users_turn = self.engine, True
+        at = (engine.stage, engine.microbatch, engine.doing)
+        engine.stage, engine.microbatch, engine.doing = None, None, "training_step"
+        try:
+            with self.resting():
+                yield
+        finally:
+            self.is_users_turn = False
+        engine.stage, engine.microbatch, engine.doing = at
+
     def seed_of(self, number: int) -> int:
         """Returns the seed of one call's random numbers; the user's own generators are never advanced by a call."""
         return self._seed * 65_537 + number
 
-    def _plan(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Tensor]]:
+    def plan(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[CallPlan, list[Tensor]]:
+        """Finds the plan of a call, and places what it needs.
+
+        Returns:
+            The plan, and the tensors among the arguments.
+        """
         first = not self.planner.is_planned(path)
         if first:
             check_gradient_hooks(self.planner.names, path)
@@ -196,7 +248,7 @@ class Lead:
         """Gives workers what they lack for a plan: tensors, modules, optimizers, and the plan."""
         if not self.stage_names:
             self.stage_names = plan.stage_names()
-        if self.num_stages == 1:
+        if self.num_processes == 1:
             self._known_plans.add(plan.number)
             return
         _ = self.engine  # waits for processes that are starting
@@ -213,13 +265,14 @@ class Lead:
 
     def _send_plan(self, plan: CallPlan) -> None:
         for stage in self.workers.stages:
-            stages = {rows: every[stage] for rows, every in plan.stages.items()}
+            here = self.stages_of(stage)
+            stages = {rows: {index: every[index] for index in here} for rows, every in plan.stages.items()}
             with self.patches.lifted():
                 packed = pack(
                     (stages, self.shares(plan)),
                     names=self.home.names_at(stage),
                     modules=self.home.modules_at(stage),
-                    what=f"the calls of stage {stage}",
+                    what=f"the calls of stage {here[0]}",
                 )
             self.workers.tell(stage, m.AddPlan(plan.number, packed.header()), packed)
         self._known_plans.add(plan.number)
@@ -237,8 +290,9 @@ class Lead:
         some = next(iter(plan.stages.values()))
         for name in sorted(self.planner.placement.shared()):
             if names.kinds[name] == "parameter" and names.tensors[name].requires_grad:
-                primary = self.planner.placement.primary(name)
-                users = tuple(s.index for s in some if name in s.names and s.index != primary)
+                placement = self.planner.placement
+                primary = placement.primary(name)
+                users = tuple(sorted({placement.homes[s.index] for s in some if name in s.names} - {primary}))
                 if users:
                     found[name] = Share(primary, users)
         return found
@@ -261,16 +315,25 @@ class Lead:
     def run_forward(self, call: RemoteCall) -> list[Tensor]:
         """Runs the forward of a call over all stages and gathers what it wants."""
         with self.failures.guarded("forward"):
-            if self.num_stages > 1:
-                if call.plan.number != self._last_plan:
-                    self._send_flags()
-                    self._last_plan = call.plan.number
-                self._tell_freed()
-                self.workers.tell_all(call.message())
-            for stage in call.state.stages.values():
+            self.tell_before_call(call.plan)
+            self.workers.tell_all(call.message(self.schedule.name))
+            for stage in (stage for stages in call.state.stages for stage in stages.values()):
                 stage.program.prepare(self.planner.store)
-            made = self.engine.forward(call.state, call.inputs, call.first)
-            return gather(call.plan, made)
+            first = self.planner.placement.homes[0]
+            if first != self.index:
+                self.engine.deal_out(call.inputs, call.first, first)
+            exchange = BatchExchange(call.inputs)
+            table = self.schedule.forward_table(call.plan.num_microbatches, self.num_processes)
+            self.engine.run(call.state, table, exchange)
+            return gather(call.plan, exchange.results)
+
+    def tell_before_call(self, plan: CallPlan) -> None:
+        """Tells workers what changed since the last call."""
+        if self.num_processes > 1:
+            if plan.number != self._last_plan:
+                self._send_flags()
+                self._last_plan = plan.number
+            self._tell_freed()
 
     def run_backward(
         self,
@@ -284,21 +347,18 @@ class Lead:
         """Runs the backward of a call over all stages and returns the gradients of its arguments per microbatch."""
         wanted = any(c.has_gradient(g) for c, g in _pairs(call.first, given))
         with self.failures.guarded("backward"):
-            if self.num_stages > 1:
-                self.workers.tell_all(m.Backward(call.number, given, retain, accumulate, wanted))
-            own = self.engine.backward(
-                call.state, given, gradients, retain=retain, accumulate=accumulate, input_gradients=wanted
-            )
-            parts = own
-            if self.num_stages > 1 and wanted:
-                away = self.engine.receive_input_gradients(call.first, given)
-                parts = [_summed(a, b) for a, b in zip(own, away, strict=True)]
-            if self.num_stages > 1 and accumulate:
-                plane = self.workers.plane
-                assert plane is not None
-                add_up(plane, self.index, self.shares(call.plan), self.planner.store.tensor)
+            self.workers.tell_all(m.Backward(call.number, given, retain, accumulate, wanted))
+            table = self.schedule.backward_table(call.plan.num_microbatches, self.num_processes)
+            exchange = BatchExchange(present=given, seeds=gradients)
+            parts = self.engine.run(call.state, table, exchange, retain=retain, accumulate=accumulate)
+            first = self.planner.placement.homes[0]
+            if first != self.index and wanted:
+                away = self.engine.receive_gradients_of_arguments(call.first, given, first)
+                parts = [summed(a, b) for a, b in zip(parts, away, strict=True)]
+            if self.workers.plane is not None and accumulate:
+                add_up(self.workers.plane, self.index, self.shares(call.plan), self.planner.store.tensor)
             if self.timed:
-                self._collect_events()
+                self.collect_events()
             return parts
 
     def forget(self, number: int) -> None:
@@ -374,7 +434,8 @@ class Lead:
 
     # -- the timeline ----------------------------------------------------------------------------------------------
 
-    def _collect_events(self) -> None:
+    def collect_events(self) -> None:
+        """Takes what was noted in the last call from all processes."""
         stages = list(self.workers.stages)
         found = self.workers.collect(stages, "events", [()] * len(stages)) if stages else []
         self.events.extend(event for events in found for event in events)
@@ -385,13 +446,15 @@ class Lead:
 
     def timeline(self) -> Timeline:
         """Returns what the stages did in the last calls."""
-        return Timeline.from_events(self.events, num_stages=self.num_stages, names=self.stage_names)
+        homes = self.planner.placement.homes if self.num_stages > self.num_processes else ()
+        return Timeline.from_events(self.events, num_stages=self.num_stages, names=self.stage_names, homes=homes)
 
     def close(self) -> None:
         """Makes the module whole and forgets everything the workers have of it."""
         self.come_home()
-        if self.num_stages > 1 and self.workers.plane is not None and self.workers.alive:
-            self.workers.tell_all(m.Reset(self.num_stages))
+        self.step.close()
+        if self.num_processes > 1 and self.workers.plane is not None and self.workers.alive:
+            self.workers.tell_all(m.Reset(self.num_processes))
         self.start_over()
 
     def start_over(self) -> None:
@@ -408,8 +471,3 @@ def _pairs(first: Sequence[Any], given: Sequence[frozenset[int]]) -> Iterator[tu
     for crossings, present in zip(first, given, strict=False):
         for crossing in crossings:
             yield crossing, present
-
-
-def _summed(a: Mapping[int, Tensor], b: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    both = {r: a[r] + b[r] for r in a if r in b}
-    return {**a, **b, **both}

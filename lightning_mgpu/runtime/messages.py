@@ -19,6 +19,8 @@ __all__ = [
     "Failure",
     "Forward",
     "Free",
+    "GivenGradients",
+    "HandOver",
     "Hello",
     "Load",
     "Optimizers",
@@ -29,6 +31,7 @@ __all__ = [
     "Step",
     "Surrender",
     "Sync",
+    "Train",
     "ZeroGrad",
 ]
 
@@ -65,7 +68,7 @@ class Ship:
 
 @dataclass
 class AddPlan:
-    """Lead: know this plan; the packed object is (stages by rows of the microbatch, shares of parameters by name)."""
+    """Lead: know this plan; the packed object is (stages by rows and index, shares of parameters by name)."""
 
     number: int
     packed: Packed
@@ -84,6 +87,7 @@ class Forward:
     """Lead: run the forward of one call; sizes are rows of each microbatch."""
 
     call: int
+    schedule: str
     plan: int
     sizes: tuple[int, ...]
     grad: bool
@@ -101,6 +105,43 @@ class Backward:
     retain: bool
     accumulate: bool
     input_gradients: bool
+
+
+@dataclass
+class Train:
+    """Lead: run forwards and backwards of one step, in the schedule's own order.
+
+    Attributes:
+        call: number of the call.
+        schedule: name of the schedule.
+        microbatches: plan and rows of each.
+        seed: seed of its random numbers.
+        timed: whether to note what is done when.
+        input_gradients: whether the lead wants the gradients of what stage 0 takes.
+    """
+
+    call: int
+    schedule: str
+    microbatches: tuple[tuple[int, int], ...]
+    seed: int
+    timed: bool
+    input_gradients: bool
+
+
+@dataclass
+class GivenGradients:
+    """Lead, during `Train`: the wanted tensors of this microbatch that have a gradient."""
+
+    call: int
+    microbatch: int
+    given: frozenset[int]
+
+
+@dataclass
+class HandOver:
+    """Lead: add the gradients of the last `Train`, times ``factor``, to those of the parameters."""
+
+    factor: float
 
 
 @dataclass
@@ -190,7 +231,7 @@ class Failure:
     """Worker: broke.
 
     Attributes:
-        stage, microbatch, doing: where.
+        stage, microbatch, doing: where; ``None`` for the stage outside a stage's work.
         raised_at_s: when, on the monotonic clock, which all processes of a host share.
         is_communication: whether it is only the victim of another process's end.
         exception: the pickled exception, or ``None`` where it can't be pickled.
@@ -198,7 +239,7 @@ class Failure:
         traceback: its traceback as text.
     """
 
-    stage: int
+    stage: int | None
     microbatch: int | None
     doing: str
     raised_at_s: float

@@ -58,7 +58,7 @@ class OwnedOptimizers:
             self.take(self.collect())
 
         def owned_by(stage: int) -> Callable[[Tensor], bool]:
-            return lambda p: stage in placement.owners.get(name_of.get(id(p), ""), {self.lead.index})
+            return lambda p: stage in placement.holders(name_of.get(id(p), ""))
 
         owners = tuple(self._shared_in(optimizer) for optimizer in self.faces)
         for stage in self.lead.workers.stages:
@@ -103,7 +103,7 @@ class OwnedOptimizers:
         away: dict[int, list[str]] = {stage: [] for stage in self.lead.workers.stages}
         for parameter in parameters:
             name = name_of.get(id(parameter), "")
-            stages = placement.owners.get(name, frozenset({self.lead.index}))
+            stages = placement.holders(name)
             for stage in stages - {self.lead.index}:
                 away[stage].append(name)
             if self.lead.index in stages and parameter.grad is not None:
@@ -118,11 +118,11 @@ class OwnedOptimizers:
         return total_norm(self._norms(list(parameters)).values(), self.lead.workers.devices[self.lead.index])
 
     def _by_primary(self, parameters: Iterable[nn.Parameter]) -> dict[int, list[str]]:
-        name_of, owners = self.lead.planner.names.name_of, self.lead.planner.placement.owners
+        name_of, primary = self.lead.planner.names.name_of, self.lead.planner.placement.primary
         found: dict[int, list[str]] = {stage: [] for stage in range(self.lead.num_stages)}
         for parameter in parameters:
             name = name_of[id(parameter)]
-            found[max(owners.get(name, {self.lead.index}))].append(name)
+            found[primary(name)].append(name)
         return found
 
     def _norms(self, parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:

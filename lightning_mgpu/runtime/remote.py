@@ -13,7 +13,7 @@ from lightning_mgpu.partition.gather import deal_gradient
 from lightning_mgpu.partition.plan import CallPlan
 from lightning_mgpu.partition.stage import StageRun
 from lightning_mgpu.runtime import messages as m
-from lightning_mgpu.runtime.engine import CallState
+from lightning_mgpu.runtime.engine import Call
 
 if TYPE_CHECKING:
     from lightning_mgpu.runtime.lead import Lead
@@ -49,18 +49,22 @@ class RemoteCall:
         self.inputs = inputs
         self.grad = grad
         self.ended = False
-        run = StageRun(
-            lead.planner.store, plan.num_microbatches, grad=grad, inference=torch.is_inference_mode_enabled(),
-            seed=lead.seed_of(number),
-        )  # fmt: skip
-        last = {rows: stages[-1] for rows, stages in plan.stages.items()}
-        self.state = CallState(number, last, plan.sizes, run, lead.timed)
-        self.first = [plan.stages[rows][0].inputs for rows in plan.sizes] if lead.num_stages > 1 else []
+        self.inference, self.seed = torch.is_inference_mode_enabled(), lead.seed_of(number)
+        runs = {
+            index: StageRun(
+                lead.planner.store, plan.num_microbatches, grad=grad, inference=self.inference, seed=self.seed
+            )
+            for index in lead.own_stages
+        }  # fmt: skip
+        stages = [{index: plan.stages[rows][index] for index in lead.own_stages} for rows in plan.sizes]
+        self.state = Call(number, stages, runs, lead.timed)
+        self.first = [plan.stages[rows][0].inputs for rows in plan.sizes]
 
-    def message(self) -> m.Forward:
+    def message(self, schedule: str) -> m.Forward:
         """Tells the workers of the call."""
-        run = self.state.run
-        return m.Forward(self.number, self.plan.number, self.plan.sizes, self.grad, run.inference, run.seed, self.state.timed)
+        return m.Forward(
+            self.number, schedule, self.plan.number, self.plan.sizes, self.grad, self.inference, self.seed, self.state.timed
+        )
 
     def differentiable(self) -> list[bool]:
         """Says which of the wanted tensors need a gradient."""

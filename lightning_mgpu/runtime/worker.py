@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,12 +28,15 @@ from lightning_mgpu import tree
 from lightning_mgpu.partition.stage import Stage, StageRun
 from lightning_mgpu.runtime import gradients
 from lightning_mgpu.runtime import messages as m
-from lightning_mgpu.runtime.dataplane import CommunicationError, DataPlane
-from lightning_mgpu.runtime.engine import CallState, Engine
+from lightning_mgpu.runtime.dataplane import CommunicationError, DataPlane, Receipt
+from lightning_mgpu.runtime.engine import Call, Engine, Given
+from lightning_mgpu.runtime.exchange import WorkerExchange
 from lightning_mgpu.runtime.modes import set_modes
 from lightning_mgpu.runtime.pack import Packed, pack, unpack
+from lightning_mgpu.runtime.pending import Pending
 from lightning_mgpu.runtime.sharing import Share, add_up, lend, take_back
 from lightning_mgpu.runtime.steps import set_hyperparameters
+from lightning_mgpu.schedule.catalog import SCHEDULES
 
 __all__ = ["WorkerStore", "main"]
 
@@ -72,10 +76,10 @@ class Worker:
 
     plane: DataPlane
 
-    def __init__(self, connection: Connection, stage: int, num_stages: int, device: torch.device) -> None:
+    def __init__(self, connection: Connection, process: int, num_processes: int, device: torch.device) -> None:
         self.connection = connection
-        self.stage = stage
-        self.num_stages = num_stages
+        self.process = process
+        self.num_processes = num_processes
         self.device = device
         self.idle = threading.Event()
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -83,18 +87,19 @@ class Worker:
 
     def connect(self, path: str) -> None:
         """Joins the data plane, which waits for all other stages."""
-        self.plane = DataPlane(path, self.stage, self.num_stages, self.device)
+        self.plane = DataPlane(path, self.process, self.num_processes, self.device)
         self._forget()
 
     @property
     def lead(self) -> int:
-        return self.num_stages - 1
+        return self.num_processes - 1
 
     def _forget(self) -> None:
         self.store = WorkerStore()
-        self.engine = Engine(self.stage, self.num_stages, self.store, self.plane, self.device)
-        self.plans: dict[int, tuple[dict[int, Stage], dict[str, Share]]] = {}
-        self.calls: dict[int, tuple[CallState, int]] = {}
+        self.engine = Engine(self.process, self.num_processes, self.store, self.plane, self.device)
+        self.plans: dict[int, tuple[dict[int, dict[int, Stage]], dict[str, Share]]] = {}
+        self.calls: dict[int, tuple[Call, m.Forward]] = {}
+        self.pending = Pending()
         self.optimizers: list[Optimizer] = []
         self.owners: tuple[Any, ...] = ()
 
@@ -159,7 +164,7 @@ class Worker:
             state = None
         self.say(
             m.Failure(
-                self.stage, engine.microbatch, engine.doing if engine.doing != "idle" else doing, time.monotonic(),
+                engine.stage, engine.microbatch, engine.doing if engine.doing != "idle" else doing, time.monotonic(),
                 isinstance(error, CommunicationError), pickled, f"{type(error).__name__}: {error}",
                 "".join(traceback.format_exception(error)), state,
             )
@@ -207,7 +212,7 @@ class Worker:
 
     def _on_addplan(self, message: m.AddPlan) -> None:
         stages, shares = self._unpack(message.packed)
-        for stage in stages.values():
+        for stage in (stage for every in stages.values() for stage in every.values()):
             stage.program.move_to(self.device)
         self.plans[message.number] = (stages, shares)
 
@@ -218,24 +223,78 @@ class Worker:
             self.store.tensors[name].requires_grad_(requires_grad)
 
     def _on_forward(self, message: m.Forward) -> None:
-        stages, _ = self.plans[message.plan]
-        for stage in stages.values():
-            stage.program.prepare(self.store)
-        run = StageRun(self.store, len(message.sizes), grad=message.grad, inference=message.inference, seed=message.seed)
-        call = CallState(message.call, stages, message.sizes, run, message.timed)
+        every = [self.plans[message.plan][0][rows] for rows in message.sizes]
+        schedule, count = SCHEDULES[message.schedule], len(message.sizes)
+        call = self._call(
+            message.call, every, grad=message.grad, inference=message.inference, seed=message.seed, timed=message.timed
+        )
         with torch.inference_mode(message.inference), torch.set_grad_enabled(message.grad):
-            self.engine.forward(call)
+            table = schedule.forward_table(count, self.num_processes)
+            self.engine.run(call, table, WorkerExchange(self._arguments(call), _no_gradients))
         if message.grad:
-            self.calls[message.call] = (call, message.plan)
+            self.calls[message.call] = (call, message)
 
     def _on_backward(self, message: m.Backward) -> None:
-        call, plan = self.calls[message.call] if message.retain else self.calls.pop(message.call)
-        self.engine.backward(
-            call, message.given, None, retain=message.retain, accumulate=message.accumulate,
-            input_gradients=message.input_gradients,
-        )  # fmt: skip
+        call, forward = self.calls[message.call] if message.retain else self.calls.pop(message.call)
+        table = SCHEDULES[forward.schedule].backward_table(len(forward.sizes), self.num_processes)
+        exchange = WorkerExchange((), lambda i, _: message.given[i])
+        found = self.engine.run(call, table, exchange, retain=message.retain, accumulate=message.accumulate)
+        if message.input_gradients and self._has_first(call):
+            self.engine.return_gradients(call, found, message.given, self.lead)
         if message.accumulate:
-            add_up(self.plane, self.stage, self.plans[plan][1], self.store.tensors.__getitem__)
+            add_up(self.plane, self.process, self.plans[forward.plan][1], self.store.tensors.__getitem__)
+
+    def _on_train(self, message: m.Train) -> None:
+        every = [self.plans[plan][0][rows] for plan, rows in message.microbatches]
+        call = self._call(message.call, every, grad=True, inference=False, seed=message.seed, timed=message.timed, alone=True)
+        given: dict[int, Given] = {}
+
+        def ask(microbatch: int, wait: bool) -> Given | None:
+            while microbatch not in given and (wait or not self.inbox.empty()):
+                said = self.inbox.get()
+                if not isinstance(said, m.GivenGradients) or said.call != message.call:
+                    raise TypeError(f"the lead said {type(said).__name__} in the middle of a training step")
+                given[said.microbatch] = said.given
+            return given.get(microbatch)
+
+        self.pending.begin([t for t in self.store.tensors.values() if isinstance(t, nn.Parameter)])
+        table = SCHEDULES[message.schedule].table(len(every), self.num_processes)
+        with torch.enable_grad():
+            found = self.engine.run(call, table, WorkerExchange(self._arguments(call), ask))
+        present = [ask(i, True) or frozenset() for i in range(len(every))]
+        if message.input_gradients and self._has_first(call):
+            self.engine.return_gradients(call, found, present, self.lead)
+        shares = {name: share for plan, _ in message.microbatches for name, share in self.plans[plan][1].items()}
+        add_up(self.plane, self.process, shares, self.store.tensors.__getitem__)
+        self.pending.end()
+
+    def _on_handover(self, message: m.HandOver) -> None:
+        self.pending.hand_over(message.factor)
+
+    def _call(
+        self,
+        number: int,
+        every: Sequence[Mapping[int, Stage]],
+        *,
+        grad: bool,
+        inference: bool,
+        seed: int,
+        timed: bool,
+        alone: bool = False,
+    ) -> Call:
+        for stage in (stage for stages in every for stage in stages.values()):
+            stage.program.prepare(self.store)
+        runs = {
+            index: StageRun(self.store, len(every), grad=grad, inference=inference, seed=seed, alone=alone)
+            for index in every[0]
+        }
+        return Call(number, every, runs, timed)
+
+    def _has_first(self, call: Call) -> bool:
+        return 0 in call.stages[0]
+
+    def _arguments(self, call: Call) -> list[list[Receipt]]:
+        return self.engine.receive_arguments(call, self.lead) if self._has_first(call) else []
 
     def _on_free(self, message: m.Free) -> None:
         for number in message.calls:
@@ -251,9 +310,9 @@ class Worker:
         self.engine.doing = "optimizer step"
         optimizer, owners = self.optimizers[message.optimizer], self.owners[message.optimizer]
         set_hyperparameters(optimizer, message.groups)
-        lend(self.plane, self.stage, owners, self.store.tensors.__getitem__)
+        lend(self.plane, self.process, owners, self.store.tensors.__getitem__)
         optimizer.step()
-        take_back(self.stage, owners, self.store.tensors.__getitem__)
+        take_back(self.process, owners, self.store.tensors.__getitem__)
         self.engine.doing = "idle"
 
     def _on_sync(self, _: m.Sync) -> None:
@@ -280,7 +339,7 @@ class Worker:
             answer = [self._optimizer_state(optimizer) for optimizer in self.optimizers]
         else:
             answer, self.engine.events = self.engine.events, []
-        packed = pack(answer, what=f"the {message.what} of stage {self.stage}")
+        packed = pack(answer, what=f"the {message.what} of process {self.process}")
         self.say(m.Answer(message.what, packed.header()))
         self.plane.send_packed(packed, self.lead)
         self.plane.flush()
@@ -288,6 +347,11 @@ class Worker:
     def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         names = {id(tensor): name for name, tensor in self.store.tensors.items()}
         return {names[id(p)]: state for p, state in optimizer.state.items() if id(p) in names}
+
+
+def _no_gradients(microbatch: int, wait: bool) -> Given | None:  # noqa: ARG001 - the protocol's
+    """Is asked in a forward by mistake only."""
+    raise AssertionError("a forward asks for no gradient")
 
 
 def _end_with(parent: int) -> None:

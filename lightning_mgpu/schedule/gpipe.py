@@ -7,30 +7,14 @@ Source: Huang et al., "GPipe: Efficient Training of Giant Neural Networks using 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
-__all__ = ["Action", "Tick", "actions", "backward_clock", "check", "forward_clock", "idle_share", "render"]
+from lightning_mgpu.schedule.table import Action, Table
+
+__all__ = ["Tick", "backward_clock", "fill_drain", "forward_clock", "idle_share", "render"]
 
 Tick: TypeAlias = list[tuple[int, int]]
 """What runs at the same time: pairs ``(i, j)``, microbatch ``i`` on stage ``j``."""
-
-
-@dataclass(frozen=True)
-class Action:
-    """One microbatch's forward or backward, in the list of one stage."""
-
-    kind: Literal["forward", "backward"]
-    microbatch: int
-
-    def __post_init__(self) -> None:
-        if self.microbatch < 0:
-            msg = f"there is no microbatch {self.microbatch}; they are counted from 0"
-            raise ValueError(msg)
-
-    def __str__(self) -> str:
-        """Writes the action as a letter and the microbatch, such as ``F3``."""
-        return f"{self.kind[0].upper()}{self.microbatch}"
 
 
 def forward_clock(m: int, n: int) -> Iterator[Tick]:
@@ -69,26 +53,29 @@ def backward_clock(m: int, n: int) -> Iterator[Tick]:
         yield [(i, n - 1 - j) for i, j in tick]
 
 
-def actions(stage: int, m: int, n: int) -> list[Action]:
-    """Lists what one stage does in a training step, in order: its column of both clocks.
+def fill_drain(m: int, homes: Sequence[int]) -> Table:
+    """Returns the table of the schedule, for any number of stages a process.
 
-    With 3 microbatches this is ``F0 F1 F2 B0 B1 B2`` on every stage.
+    A process runs its earliest stage on all microbatches, then its next one, and goes back the same way. With one stage a
+    process that is GPipe: ``0F0 0F1 0F2 0B0 0B1 0B2`` for stage 0 and 3 microbatches. With several it is the looping
+    pipeline, breadth first, whose bubble is smaller by their number (Lamy-Poirier 2023, "Breadth-First Pipeline
+    Parallelism", section 4).
 
     Args:
-        stage: index of the stage, below ``n``.
         m: number of microbatches.
-        n: number of stages.
+        homes: the process of each stage.
 
     Raises:
-        ValueError: If there is no such stage, or either number is below 1.
+        ValueError: If either number is below 1.
     """
-    _require_sizes(m, n)
-    if not 0 <= stage < n:
-        msg = f"there is no stage {stage} among {n} stages; they are counted from 0"
-        raise ValueError(msg)
-    forward = [Action("forward", i) for tick in forward_clock(m, n) for i, j in tick if j == stage]
-    backward = [Action("backward", i) for tick in backward_clock(m, n) for i, j in tick if j == stage]
-    return forward + backward
+    _require_sizes(m, len(homes))
+    processes = []
+    for process in range(max(homes) + 1):
+        stages = [stage for stage, home in enumerate(homes) if home == process]
+        forward = [Action("forward", stage, i) for stage in stages for i in range(m)]
+        backward = [Action("backward", stage, i) for stage in reversed(stages) for i in range(m)]
+        processes.append((*forward, *backward))
+    return Table(tuple(processes), tuple(homes))
 
 
 def render(table: Iterable[Tick]) -> str:
@@ -124,73 +111,12 @@ def idle_share(table: Iterable[Tick]) -> float:
     return 1 - sum(len(tick) for tick in ticks) / (num_stages * len(ticks))
 
 
-def check(actions_by_stage: Sequence[Sequence[Action]]) -> None:
-    """Checks that stages which follow their lists, each waiting for what it needs, finish the step.
-
-    Every stage must run forward once for every microbatch, after the stage before it; and backward once for every
-    microbatch, or never at all in evaluation, after its own forward and after the stage behind it.
-
-    Args:
-        actions_by_stage: the ordered list of every stage, as from ``actions``.
-
-    Raises:
-        ValueError: If an action is missing, runs twice, or waits for one that can never have run.
-    """
-    _check_counts(actions_by_stage)
-    n = len(actions_by_stage)
-    done: set[tuple[int, Action]] = set()
-    position = [0] * n
-    moved = True
-    while moved:
-        moved = False
-        for j, listed in enumerate(actions_by_stage):
-            while position[j] < len(listed) and not _missing(listed[position[j]], j, n, done):
-                done.add((j, listed[position[j]]))
-                position[j] += 1
-                moved = True
-    for j, listed in enumerate(actions_by_stage):
-        if position[j] < len(listed):
-            action = listed[position[j]]
-            (other, needed), *_ = _missing(action, j, n, done)
-            msg = f"stage {j} can't run {action}: it needs {needed} of stage {other}, which can't have run by then"
-            raise ValueError(msg)
-
-
 def _num_stages(ticks: list[Tick]) -> int:
     num_stages = max((j + 1 for tick in ticks for _, j in tick), default=0)
     if not num_stages:
         msg = "nothing runs in this clock; give the clock of at least 1 microbatch and 1 stage"
         raise ValueError(msg)
     return num_stages
-
-
-def _missing(action: Action, stage: int, n: int, done: set[tuple[int, Action]]) -> list[tuple[int, Action]]:
-    """Lists what an action needs and is not done yet, as pairs of stage and action."""
-    needs: list[tuple[int, Action]] = []
-    if action.kind == "forward" and stage > 0:
-        needs.append((stage - 1, action))
-    if action.kind == "backward":
-        needs.append((stage, Action("forward", action.microbatch)))
-        if stage < n - 1:
-            needs.append((stage + 1, action))
-    return [need for need in needs if need not in done]
-
-
-def _check_counts(actions_by_stage: Sequence[Sequence[Action]]) -> None:
-    every = {action for listed in actions_by_stage for action in listed}
-    m = max((action.microbatch + 1 for action in every), default=0)
-    if not m:
-        msg = f"the lists of {len(actions_by_stage)} stages have no action; list at least one forward"
-        raise ValueError(msg)
-    expected = [Action("forward", i) for i in range(m)]
-    if any(action.kind == "backward" for action in every):
-        expected += [Action("backward", i) for i in range(m)]
-    for j, listed in enumerate(actions_by_stage):
-        for action in expected:
-            count = listed.count(action)
-            if count != 1:
-                msg = f"stage {j} runs {action} {count} times; each of {m} microbatches runs exactly once"
-                raise ValueError(msg)
 
 
 def _require_sizes(m: int, n: int) -> None:

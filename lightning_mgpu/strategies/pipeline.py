@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,7 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_mgpu.errors import PartitionError, counted
-from lightning_mgpu.microbatch import check_num_microbatches
+from lightning_mgpu.microbatch import check_num_microbatches, num_microbatches_for
 from lightning_mgpu.partition.cost import Balance, check_balance
 from lightning_mgpu.partition.cut import CutRequest, check_cut_names
 from lightning_mgpu.partition.names import Names
@@ -35,11 +36,13 @@ from lightning_mgpu.runtime.attach import Attachment, count_layers
 from lightning_mgpu.runtime.faces import check_optimizer
 from lightning_mgpu.runtime.lead import Lead
 from lightning_mgpu.runtime.workers import Workers, threads_per_process
+from lightning_mgpu.schedule.catalog import SCHEDULES, schedule_named
+from lightning_mgpu.strategies.by_microbatch import LoggedValues, deal_batch, join_outputs
 from lightning_mgpu.timeline import Timeline
 
 __all__ = ["PipelineStrategy"]
 
-_SCHEDULES = ("gpipe",)
+_LOG_ARGUMENTS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
 
 
 class PipelineStrategy(SingleDeviceStrategy):
@@ -51,7 +54,10 @@ class PipelineStrategy(SingleDeviceStrategy):
     Args:
         num_microbatches: parts a batch is split into along its first dimension; ``"auto"`` is four per stage. Never more
             than the batch has rows.
-        schedule: order of forwards and backwards; ``"gpipe"`` runs all forwards, then all backwards.
+        schedule: order of forwards and backwards. ``"gpipe"`` and ``"looped_bfs"`` (two stages a device) run all forwards, then
+            all backwards, and ``training_step`` once. ``"1f1b"``, ``"interleaved_1f1b"``, ``"interleaved_zero_bubble"``,
+            ``"zbv"`` and ``"dualpipe_v"`` (the last four with two stages a device) begin backward earlier, which keeps fewer
+            activations; they run ``training_step`` once per microbatch, as gradient accumulation does.
         cuts: names of the modules that begin stages 1, 2, ..., as in ``["fc1"]``; by default the stages are balanced.
         balance: what balancing makes even: ``"flops"`` of forward and backward, or ``"parameters"``.
         module: name of the module to pipeline, as in ``"model"``; by default what the step calls first: the LightningModule
@@ -92,8 +98,7 @@ class PipelineStrategy(SingleDeviceStrategy):
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.num_microbatches = check_num_microbatches(num_microbatches)
-        if schedule not in _SCHEDULES:
-            raise PartitionError(f"schedule={schedule!r} is not known; use one of {', '.join(map(repr, _SCHEDULES))}")
+        self.schedule = schedule_named(schedule)
         if isinstance(cuts, str):
             raise PartitionError(f"cuts={cuts!r} is one string; use a list of names, as in cuts=[{cuts!r}]")
         if any(not isinstance(cut, str) for cut in cuts or ()):
@@ -101,7 +106,6 @@ class PipelineStrategy(SingleDeviceStrategy):
         check_balance(balance)
         if not isinstance(self_check, bool) and self_check != "auto":
             raise PartitionError(f'self_check={self_check!r} is not possible; use True, False or "auto"')
-        self.schedule = schedule
         self.request = CutRequest(None if cuts is None else tuple(cuts), balance)
         self.module = module
         self.self_check: bool | Literal["auto"] = self_check
@@ -115,6 +119,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         self._num_threads: int | None = None
         self.num_nodes = 1  # the Trainer sets this and the next, since they are here
         self._layer_sync: LayerSync | None = None
+        self._logged: LoggedValues | None = None
 
     # -- devices ---------------------------------------------------------------------------------------------------
 
@@ -131,7 +136,12 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     @property
     def num_stages(self) -> int:
-        """Number of stages, one per device."""
+        """Number of stages: one per device, or two, as the schedule has it."""
+        return len(self.schedule.homes(len(self._stage_devices))) if self._stage_devices else 0
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices, each with a process of its own."""
         return len(self._stage_devices)
 
     @property
@@ -162,10 +172,10 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     def _check_before_start(self) -> None:
         """Raises for whatever can be known before processes start."""
-        if self._workers is not None and self._workers.num_stages != self.num_stages:
+        if self._workers is not None and self._workers.num_stages != self.num_devices:
             raise PartitionError(
-                f"workers={self._workers.num_stages} devices do not fit a Trainer with devices={self.num_stages}; "
-                f"use Workers(devices={self.num_stages})"
+                f"workers={self._workers.num_stages} devices do not fit a Trainer with devices={self.num_devices}; "
+                f"use Workers(devices={self.num_devices})"
             )
         if self._workers is not None and self._workers.devices != (*self._stage_devices[1:], self._stage_devices[0]):
             raise PartitionError(
@@ -180,8 +190,20 @@ class PipelineStrategy(SingleDeviceStrategy):
                 "statistics are those of the whole batch anyway; use sync_batchnorm=False, and num_microbatches=1 where the "
                 "whole batch has to be normalised at once"
             )
+        if self.num_microbatches != "auto" and (why := self.schedule.why_not(self.num_microbatches, self.num_devices)):
+            fitting = [m for m in range(1, 4 * self.num_microbatches + 9) if not self.schedule.why_not(m, self.num_devices)]
+            near = sorted(sorted(fitting, key=lambda m: abs(m - int(self.num_microbatches)))[:3])
+            raise PartitionError(
+                f"num_microbatches={self.num_microbatches} is not possible with schedule={self.schedule.name!r} on "
+                f'{counted(self.num_devices, "device")}: {why} Use {", ".join(map(str, near))} or "auto"'
+            )
         root = self.lightning_module
         assert root is not None
+        if self.schedule.scope == "microbatch" and not root.automatic_optimization:
+            raise PartitionError(
+                f"schedule={self.schedule.name!r} runs backwards in the middle of training_step, and "
+                f'{type(root).__name__} runs them itself (automatic_optimization=False); use schedule="gpipe"'
+            )
         names = Names(root)
         if self.module is not None and self.module not in names.module_at:
             raise PartitionError(_unknown_module_text(self.module, names))
@@ -193,7 +215,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         if 0 < num_layers < self.num_stages and not lazy:
             raise PartitionError(
                 f"cannot cut {counted(num_layers, 'layer')} of {type(pipelined).__name__} into {self.num_stages} stages; "
-                f"use at most {counted(num_layers, 'stage')} (devices={num_layers})"
+                f"use at most {counted(num_layers, 'stage')} (devices={num_layers // self.schedule.stages_per_process})"
             )
 
     @override
@@ -210,6 +232,7 @@ class PipelineStrategy(SingleDeviceStrategy):
             root,
             self.workers,
             num_microbatches=self.num_microbatches,
+            schedule=self.schedule,
             request=self.request,
             self_check=self.self_check,
         )
@@ -221,7 +244,7 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     def _share_threads(self) -> None:
         """Leaves the workers their share of the cores while a Trainer call runs, unless the user asked for less or decided."""
-        share = threads_per_process(self.num_stages)
+        share = threads_per_process(self.num_devices)
         if share is not None and share < torch.get_num_threads():
             self._num_threads = torch.get_num_threads()
             torch.set_num_threads(share)
@@ -240,6 +263,10 @@ class PipelineStrategy(SingleDeviceStrategy):
             with lead.resumed():
                 lead.optimizers.clip(_parameters(optimizer), bound=float(clip_val))
 
+        root = self.lightning_module
+        assert root is not None
+        if self.schedule.scope == "microbatch":
+            lead.patches.put(root, "log", self._log)
         lead.patches.put(self.precision_plugin, "clip_grad_by_norm", partial(_instead, by_norm))
         lead.patches.put(self.precision_plugin, "clip_grad_by_value", partial(_instead, by_value))
 
@@ -258,9 +285,44 @@ class PipelineStrategy(SingleDeviceStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output = super().training_step(*args, **kwargs)
+        plain = super().training_step
+        output = plain(*args, **kwargs) if self.schedule.scope == "batch" else self._by_microbatch(plain, *args, **kwargs)
         self._check_used("training_step")
         return output
+
+    def _by_microbatch(self, plain: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the step once per microbatch, in the schedule's order."""
+        lead, root = self.lead, self.lightning_module
+        assert root is not None
+        parts, sizes = deal_batch(batch, self._count)
+        self._logged = logged = LoggedValues(sizes)
+
+        def step(i: int) -> Any:
+            with logged.of(i):
+                return plain(parts[i], *args, **kwargs)
+
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        scale = (1.0 if scaler is None else scaler.get_scale()) / root.trainer.accumulate_grad_batches
+        weights = [rows / sum(sizes) for rows in sizes]
+        outputs, loss = lead.step.run([partial(step, i) for i in range(len(parts))], weights, _loss_of, scale)
+        self._logged = None
+        logged.log(root.log)
+        joined: STEP_OUTPUT = join_outputs(outputs, sizes, loss)
+        return joined
+
+    def _count(self, batch_size: int) -> int:
+        wanted = num_microbatches_for(self.num_microbatches, self.num_devices, batch_size)
+        return self.schedule.num_microbatches(wanted, self.num_devices)
+
+    def _log(self, plain: Callable[..., None]) -> Callable[..., None]:
+        """Keeps what microbatches log until the batch is done."""
+
+        def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            named = dict(zip(_LOG_ARGUMENTS, args, strict=False)) | kwargs
+            if self._logged is None or not self._logged.take(name, value, named):
+                plain(name, value, **named)
+
+        return log
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -348,6 +410,15 @@ class PipelineStrategy(SingleDeviceStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         strategy_registry.register(cls.strategy_name, cls, description="GPipe-style pipeline over the devices of one host")
+        for name in SCHEDULES:
+            if name != "gpipe":
+                described = f"pipeline over the devices of one host, schedule {name}"
+                strategy_registry.register(f"{cls.strategy_name}_{name}", cls, description=described, schedule=name)
+
+
+def _loss_of(output: Any) -> torch.Tensor | None:
+    loss: torch.Tensor | None = output["loss"] if isinstance(output, Mapping) else output
+    return loss
 
 
 def _instead(method: Callable[..., Any], _: Callable[..., Any]) -> Callable[..., Any]:

@@ -50,6 +50,7 @@ class InProcess:
         self.stages: dict[int, list[dict[int, Stage]]] = {}
         self.anchor = Anchor()
         self.timed = False
+        self.own_stages = (num_stages - 1,)
 
     # -- a call ----------------------------------------------------------------------------------------------------
 
@@ -82,7 +83,7 @@ class InProcess:
         return nullcontext()
 
     def run_forward(self, call: RemoteCall) -> list[Tensor]:
-        plan, own = call.plan, call.state.run
+        plan, own = call.plan, call.state.runs[self.num_stages - 1]
         self.runs = [
             StageRun(store, plan.num_microbatches, grad=call.grad, inference=own.inference, seed=own.seed)
             for store in self.stores[:-1]
@@ -130,7 +131,7 @@ class InProcess:
     def _place(self, plan: CallPlan) -> None:
         names, placement = self.planner.names, self.planner.placement
         for j, store in enumerate(self.stores[:-1]):
-            for name in set(placement.owned_by(j)) - store.tensors.keys():
+            for name in set(placement.held_by(j)) - store.tensors.keys():
                 value = names.current(name).detach().clone()
                 real = names.tensors[name]
                 store.tensors[name] = nn.Parameter(value, real.requires_grad) if isinstance(real, nn.Parameter) else value

@@ -47,7 +47,7 @@ def _check_owned(model, planner):
     """Checks that every parameter has one primary owner, and that their elements add up to the model's."""
     placement, tensors = planner.placement, dict(model.named_parameters())
     counts = [
-        sum(tensors[n].numel() for n in placement.owned_by(j) if placement.primary(n) == j) for j in range(placement.num_stages)
+        sum(tensors[n].numel() for n in placement.held_by(j) if placement.primary(n) == j) for j in range(placement.num_stages)
     ]
     assert placement.owners.keys() == tensors.keys()
     assert sum(counts) == sum(p.numel() for p in model.parameters())
@@ -75,7 +75,7 @@ def test_named_cuts(cuts):
     assert plan.stage_names() == ("0", *cuts)
     _check_owned(model, planner)
     for j, stage in enumerate(plan.stages[2]):
-        assert set(stage.names) == set(planner.placement.owned_by(j))
+        assert set(stage.names) == set(planner.placement.held_by(j))
 
 
 def test_a_tied_parameter_is_owned_where_it_is_used():
@@ -86,7 +86,7 @@ def test_a_tied_parameter_is_owned_where_it_is_used():
     assert planner.placement.owners["embed.weight"] == {0, 1}
     assert planner.placement.primary("embed.weight") == 1
     assert planner.placement.shared().keys() == {"embed.weight"}
-    assert planner.placement.owned_by(0) == ["embed.weight", "inner.weight", "inner.bias"]
+    assert planner.placement.held_by(0) == ["embed.weight", "inner.weight", "inner.bias"]
 
 
 def _views(m, x):

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from textwrap import dedent
 
 import pytest
 
 from lightning_mgpu.schedule import gpipe
-from lightning_mgpu.schedule.gpipe import Action
+from lightning_mgpu.schedule.table import check, loop_homes
 from lightning_mgpu.timeline import ideal_bubble_share
 
 SIZES = [(1, 1), (1, 4), (4, 1), (2, 2), (3, 5), (8, 4)]
-
-
-def parse(text: str) -> list[Action]:
-    return [Action("forward" if word[0] == "F" else "backward", int(word[1:])) for word in text.split()]
 
 
 def test_forward_clock() -> None:
@@ -73,53 +68,26 @@ def test_idle_share_is_the_ideal_bubble(m: int, n: int) -> None:
     assert gpipe.idle_share(gpipe.backward_clock(m, n)) == pytest.approx(ideal_bubble_share(n, m))
 
 
-def test_actions() -> None:
-    for stage in range(2):
-        assert [str(action) for action in gpipe.actions(stage, 3, 2)] == ["F0", "F1", "F2", "B0", "B1", "B2"]
+def test_fill_drain() -> None:
+    for stage, listed in enumerate(gpipe.fill_drain(3, (0, 1))):
+        assert " ".join(map(str, listed)) == f"{stage}F0 {stage}F1 {stage}F2 {stage}B0 {stage}B1 {stage}B2"
+
+
+def test_fill_drain_of_several_stages_a_process() -> None:
+    assert str(gpipe.fill_drain(2, (0, 1, 0, 1))).splitlines() == [
+        "process 0: 0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1",
+        "process 1: 1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1",
+    ]
 
 
 @pytest.mark.parametrize(("m", "n"), SIZES)
-def test_actions_pass_the_check(m: int, n: int) -> None:
-    step = [gpipe.actions(j, m, n) for j in range(n)]
-    gpipe.check(step)
-    gpipe.check([[action for action in listed if action.kind == "forward"] for listed in step])
-
-
-def test_check_passes_other_schedules() -> None:
-    """1F1B on 2 stages: backward begins before the last forward."""
-    gpipe.check([parse("F0 F1 B0 F2 B1 B2"), parse("F0 B0 F1 B1 F2 B2")])
-
-
-def test_check_finds_a_deadlock() -> None:
-    with pytest.raises(ValueError, match=r"^stage 0 can't run B0: it needs B0 of stage 1, which can't have run by then"):
-        gpipe.check([parse("F0 B0 F1 B1"), parse("F0 F1 B0 B1")])
-    with pytest.raises(ValueError, match=r"^stage 0 can't run B0: it needs F0 of stage 0"):
-        gpipe.check([parse("B0 F0")])
-
-
-def test_check_finds_a_missing_or_repeated_action() -> None:
-    with pytest.raises(ValueError, match=r"^stage 1 runs F1 0 times; each of 2 microbatches runs exactly once$"):
-        gpipe.check([parse("F0 F1"), parse("F0")])
-    with pytest.raises(ValueError, match=r"^stage 0 runs F0 2 times; each of 2 microbatches"):
-        gpipe.check([parse("F0 F0 F1"), parse("F0 F1")])
-    with pytest.raises(ValueError, match=r"^stage 0 runs B1 0 times"):
-        gpipe.check([parse("F0 F1 B0")])
-    with pytest.raises(ValueError, match=r"the lists of 2 stages have no action"):
-        gpipe.check([[], []])
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_check_finds_any_swap_that_breaks_a_dependency(seed: int) -> None:
-    """Moving one backward of one stage before its forward can never run."""
-    draw = random.Random(seed)
-    m, n = draw.randint(1, 5), draw.randint(1, 4)
-    step = [gpipe.actions(j, m, n) for j in range(n)]
-    broken = step[draw.randrange(n)]
-    backward = Action("backward", draw.randrange(m))
-    broken.remove(backward)
-    broken.insert(draw.randint(0, broken.index(Action("forward", backward.microbatch))), backward)
-    with pytest.raises(ValueError, match=r"can't have run by then$"):
-        gpipe.check(step)
+def test_fill_drain_follows_both_clocks(m: int, n: int) -> None:
+    step = gpipe.fill_drain(m, loop_homes(n))
+    check(step)
+    check(step.only("forward"))
+    for j, listed in enumerate(step):
+        clocks = [i for clock in (gpipe.forward_clock, gpipe.backward_clock) for t in clock(m, n) for i, k in t if k == j]
+        assert [action.microbatch for action in listed] == clocks
 
 
 def test_wrong_sizes() -> None:
@@ -127,10 +95,8 @@ def test_wrong_sizes() -> None:
         list(gpipe.forward_clock(0, 2))
     with pytest.raises(ValueError, match=r"2 microbatches on 0 stages have no schedule"):
         list(gpipe.backward_clock(2, 0))
-    with pytest.raises(ValueError, match=r"there is no stage 2 among 2 stages; they are counted from 0"):
-        gpipe.actions(2, 1, 2)
-    with pytest.raises(ValueError, match=r"there is no microbatch -1; they are counted from 0"):
-        Action("forward", -1)
+    with pytest.raises(ValueError, match=r"0 microbatches on 2 stages have no schedule"):
+        gpipe.fill_drain(0, (0, 1))
     with pytest.raises(ValueError, match=r"nothing runs in this clock"):
         gpipe.render([])
     with pytest.raises(ValueError, match=r"nothing runs in this clock"):

@@ -72,7 +72,13 @@ def line_of(module: Any, text: str) -> str:
             )
             for value in (0, -1, 2.0, True, "4", None)
         ],
-        ({"schedule": "1f1b"}, "schedule='1f1b' is not known; use one of 'gpipe'"),
+        (
+            {"schedule": "2f2b"},
+            (
+                "schedule='2f2b' is not known; use one of 'gpipe', 'looped_bfs', '1f1b', 'interleaved_1f1b', "
+                "'interleaved_zero_bubble', 'zbv', 'dualpipe_v'"
+            ),
+        ),
         ({"balance": "time"}, "balance='time' is not known; use one of 'flops', 'parameters'"),
         *[
             ({"self_check": value}, f'self_check={value!r} is not possible; use True, False or "auto"')
