@@ -31,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     add_control(parser)
     parser.add_argument("--strategy", choices=["mgpu_pipeline", "ddp"], required=True)
+    parser.add_argument("--schedule", default="gpipe")
     arguments = parser.parse_args()
     connection, case = connect(arguments.control_fd)
 
@@ -41,7 +42,7 @@ def main() -> None:
     batches = CommandedBatches(connection, case, rows)
     loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(batches, batch_size=None)
     trainer = lightning.Trainer(
-        strategy=make_strategy(arguments.strategy, case),
+        strategy=make_strategy(arguments.strategy, case, arguments.schedule),
         accelerator="cpu",
         devices=NUM_DEVICES,
         max_epochs=1,

@@ -9,7 +9,7 @@ turns within one run, so that whatever else the machine does falls on all of the
 import argparse
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 
@@ -20,23 +20,36 @@ from benchmarks.gpt import Case
 
 ACCUMULATION = "accumulation"
 BARE_GPIPE = "bare-gpipe"
+TORCH_NAMES = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "looped_bfs": "ScheduleLoopedBFS",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zero_bubble": "ScheduleInterleavedZeroBubble",
+    "zbv": "ScheduleZBVZeroBubble",
+    "dualpipe_v": "ScheduleDualPipeV",
+}
+
+
+def _bare(schedule: str) -> Variant:
+    command = ("benchmarks.bare_pipeline", f"--schedule={TORCH_NAMES[schedule]}")
+    return Variant(f"bare-{schedule}", command, num_started=2, num_processes=2)
+
+
+def _ours(schedule: str) -> Variant:
+    command = ("benchmarks.lightning_fit", "--strategy=mgpu_pipeline", f"--schedule={schedule}")
+    return Variant(f"mgpu-{schedule}", command, num_processes=2)
+
+
 VARIANTS = (
     Variant(ACCUMULATION, ("benchmarks.one_process",)),
-    Variant(BARE_GPIPE, ("benchmarks.bare_gpipe",), num_started=2, num_processes=2),
-    Variant(
-        "mgpu-pipeline",
-        ("benchmarks.lightning_fit", "--strategy=mgpu_pipeline"),
-        num_processes=2,
-    ),
+    _bare("gpipe"),
+    _ours("gpipe"),
     Variant("whole-batch", ("benchmarks.one_process", "--whole-batch")),
     Variant("whole-batch-2-threads", ("benchmarks.one_process", "--whole-batch"), num_threads=2),
-    Variant(
-        "lightning-ddp",
-        ("benchmarks.lightning_fit", "--strategy=ddp"),
-        num_started=2,
-        num_processes=2,
-    ),
+    Variant("lightning-ddp", ("benchmarks.lightning_fit", "--strategy=ddp"), num_started=2, num_processes=2),
 )
+SCHEDULE_VARIANTS = tuple(make(schedule) for schedule in TORCH_NAMES if schedule != "gpipe" for make in (_bare, _ours))
 NUM_CHECKED_STEPS = 3
 
 
@@ -84,14 +97,21 @@ def table(variants: Sequence[Variant], rounds: Mapping[str, Sequence[Steps]]) ->
         variants: The rows.
         rounds: What `measure` returned.
     """
-    bases = [name for name in (ACCUMULATION, BARE_GPIPE) if name in rounds]
-    lines = [["variant", "processes x threads", "ms a step, median (range)"] + [f"throughput / {base}" for base in bases]]
+    bases: dict[str, Callable[[str], str]] = {
+        ACCUMULATION: lambda _: ACCUMULATION,
+        "bare script": lambda name: f"bare-{name.partition('-')[2]}" if name.startswith("mgpu-") else BARE_GPIPE,
+    }
+    head = [f"throughput / {base}" for base in bases]
+    lines = [["variant", "processes x threads", "ms a step, median (range)", *head]]
     lines.append(["---"] * len(lines[0]))
     for variant in variants:
         own = [_median_ms(steps) for steps in rounds[variant.name]]
         cells = [variant.name, f"{variant.num_processes} x {variant.num_threads}", _spread(own, 0)]
-        for base in bases:
-            others = [_median_ms(steps) for steps in rounds[base]]
+        for base_of in bases.values():
+            others = [_median_ms(steps) for steps in rounds.get(base_of(variant.name), ())]
+            if not others:
+                cells.append("")
+                continue
             cells.append(_spread([b / o for b, o in zip(others, own, strict=True)], 3))
         lines.append(cells)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
@@ -114,8 +134,8 @@ def _drift(rounds: Mapping[str, Sequence[Steps]]) -> float:
 
 def _parse() -> tuple[argparse.Namespace, Case]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    names = [variant.name for variant in VARIANTS]
-    parser.add_argument("--variants", nargs="+", choices=names, default=names)
+    names = [variant.name for variant in (*VARIANTS, *SCHEDULE_VARIANTS)]
+    parser.add_argument("--variants", nargs="+", choices=names, default=[variant.name for variant in VARIANTS])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a round")
     for field in fields(Case):
@@ -133,7 +153,7 @@ def _parse() -> tuple[argparse.Namespace, Case]:
 def main() -> None:
     """Starts the variants, checks that they agree, times them in turns and prints the table."""
     arguments, case = _parse()
-    variants = [variant for variant in VARIANTS if variant.name in arguments.variants]
+    variants = [variant for variant in (*VARIANTS, *SCHEDULE_VARIANTS) if variant.name in arguments.variants]
     load, _, _ = os.getloadavg()
     print(f"{case}; torch {torch.__version__}, {os.cpu_count()} cores, load before {load:.2f}", flush=True)
     with ExitStack() as stack:

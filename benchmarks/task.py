@@ -38,16 +38,17 @@ class Task(lightning.LightningModule):
         return make_optimizer(self)
 
 
-def make_strategy(name: str, case: Case) -> Strategy | str:
+def make_strategy(name: str, case: Case, schedule: str = "gpipe") -> Strategy | str:
     """Returns what a user would pass as ``strategy``.
 
     Args:
         name: ``mgpu_pipeline``, or one of Lightning's own.
         case: Its number of microbatches is the pipeline's.
+        schedule: The pipeline's schedule.
     """
     if name != "mgpu_pipeline":
         return name
     from lightning_mgpu import PipelineStrategy  # noqa: PLC0415  (the others are measured without it)
 
-    strategy: Strategy = PipelineStrategy(num_microbatches=case.num_microbatches)
+    strategy: Strategy = PipelineStrategy(num_microbatches=case.num_microbatches, schedule=schedule)
     return strategy
