@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.process import child_environment, child_process, tail
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b")
+SCHEDULES = ("gpipe", "gpipe+checkpointing", "1f1b", "1f1b+checkpointing", "interleaved_1f1b")
 FIT_TIMEOUT_S = 300.0
 RETURN_MEMORY = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # freed tensors leave the process
 
@@ -26,7 +26,7 @@ def peaks_mib(schedule: str, num_microbatches: int) -> list[float]:
     """Fits a few steps in fresh processes and returns the growth of each one's resident memory at its peak.
 
     Args:
-        schedule: Its name.
+        schedule: Its name; with ``+checkpointing``, activations are recomputed.
         num_microbatches: Microbatches of a batch, of 8 rows each.
 
     Returns:

@@ -42,7 +42,7 @@ def main() -> None:
     batches = CommandedBatches(connection, case, rows)
     loader: DataLoader[tuple[Tensor, Tensor]] = DataLoader(batches, batch_size=None)
     trainer = lightning.Trainer(
-        strategy=make_strategy(arguments.strategy, case, arguments.schedule),
+        strategy=make_strategy(arguments.strategy, case, schedule=arguments.schedule),
         accelerator="cpu",
         devices=NUM_DEVICES,
         max_epochs=1,

@@ -61,8 +61,10 @@ def main() -> None:
     shape = (2, case.batch_size, case.sequence_length)
     batches = [tuple(torch.randint(case.vocabulary_size, shape, generator=draw)) for _ in range(NUM_STEPS)]
     peaks = Peaks()
+    schedule, _, checkpointing = arguments.schedule.partition("+")
+    options = {"schedule": schedule, "activation_checkpointing": bool(checkpointing)}
     trainer = lightning.Trainer(
-        strategy=make_strategy("mgpu_pipeline", case, arguments.schedule),
+        strategy=make_strategy("mgpu_pipeline", case, **options),
         accelerator="cpu",
         devices=NUM_DEVICES,
         max_epochs=1,

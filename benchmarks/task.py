@@ -38,17 +38,17 @@ class Task(lightning.LightningModule):
         return make_optimizer(self)
 
 
-def make_strategy(name: str, case: Case, schedule: str = "gpipe") -> Strategy | str:
+def make_strategy(name: str, case: Case, **options: Any) -> Strategy | str:
     """Returns what a user would pass as ``strategy``.
 
     Args:
         name: ``mgpu_pipeline``, or one of Lightning's own.
         case: Its number of microbatches is the pipeline's.
-        schedule: The pipeline's schedule.
+        **options: Further options of the pipeline.
     """
     if name != "mgpu_pipeline":
         return name
     from lightning_mgpu import PipelineStrategy  # noqa: PLC0415  (the others are measured without it)
 
-    strategy: Strategy = PipelineStrategy(num_microbatches=case.num_microbatches, schedule=schedule)
+    strategy: Strategy = PipelineStrategy(num_microbatches=case.num_microbatches, **options)
     return strategy

@@ -243,6 +243,7 @@ class Planner:
         self._planned.add(path)
         inputs = tuple(batching.dims[r] for r in dict.fromkeys(whole.graph.inputs))
         tail = self._tail(whole.graph, batching)
+        _mark_repeatable([stage for every in stages.values() for stage in every], tail)
         guards = GuardChecks(whole.graph) if whole.graph.guards else None
         whole.tensors.clear()
         return CallPlan(next(self._numbers), path, sizes, stages, batching, tail, whole, layout, inputs, guards)
@@ -372,6 +373,13 @@ class Planner:
         writes = {n: r for n, r in graph.buffer_writes.items() if r not in made or batching.dims[r] is not None}
         results = graph.output_registers
         return compile_nodes(graph, batching.tail, results, store=self.store, buffer_writes=writes, given=batching.wanted)
+
+
+def _mark_repeatable(stages: Sequence[Stage], tail: Program) -> None:
+    """Notes which stages use no buffer that the call changes anywhere."""
+    changed = tail.changed_buffers().union(*(stage.program.changed_buffers() for stage in stages))
+    for stage in stages:
+        stage.is_repeatable = changed.isdisjoint(stage.names)
 
 
 def counted_buffers(stages: Sequence[Stage]) -> set[str]:

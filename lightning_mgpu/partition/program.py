@@ -121,6 +121,7 @@ class Program:
         num_microbatches: int = 1,
         statistics: DeferredStatistics | None = None,
         inference: bool = False,
+        grad: bool = True,
         observe: Callable[[Step, Any], None] | None = None,
     ) -> Environment:
         """Runs the steps.
@@ -133,6 +134,7 @@ class Program:
             num_microbatches: number of microbatches of the call.
             statistics: gathers batch statistics over the microbatches of the call, ``None`` for ordinary batch norm.
             inference: whether grad-free steps run under inference mode.
+            grad: whether steps keep gradient history, as far as they were recorded with it.
             observe: is told each step's result.
 
         Returns:
@@ -149,7 +151,7 @@ class Program:
         position, count = 0, len(self.steps)
         while position < count:
             mode = self.steps[position].ambient
-            with self._modes(mode, inference=inference).applied():
+            with self._modes(mode, inference=inference, grad=grad).applied():
                 while position < count and self.steps[position].ambient == mode:
                     step = self.steps[position]
                     position += 1
@@ -165,9 +167,13 @@ class Program:
                 store.set_buffer(name, environment[register])
         return environment
 
-    def _modes(self, mode: int, *, inference: bool) -> Ambient:
+    def _modes(self, mode: int, *, inference: bool, grad: bool) -> Ambient:
         ambient = self.ambients[mode]
-        return Ambient(ambient.grad, inference and not ambient.grad, ambient.autocast, ambient.autocast_cache)
+        return Ambient(ambient.grad and grad, inference and not ambient.grad, ambient.autocast, ambient.autocast_cache)
+
+    def changed_buffers(self) -> set[str]:
+        """Names the buffers that a run changes, running statistics of batch norms aside."""
+        return {name for step in self.steps if not step.batch_norm for name in step.changes} | self.buffer_writes.keys()
 
     def _step(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,6 +50,7 @@ class Stage:
         inputs: registers of arguments the stage takes from the caller directly: all it needs on the first and on the
             last stage, none on the others.
         names: parameters and buffers it uses.
+        is_repeatable: whether running it again after the call gives the same, since it uses no buffer that the call changes.
     """
 
     index: int
@@ -57,6 +59,16 @@ class Stage:
     sends: tuple[Crossing, ...]
     inputs: tuple[Crossing, ...]
     names: tuple[str, ...]
+    is_repeatable: bool = True
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Is what the backward of one microbatch needs: what a stage was given, and what it sent, unless that is recomputed."""
+
+    stage: Stage
+    given: Environment
+    sent: Environment | None = None
 
 
 class StageRun:
@@ -71,19 +83,30 @@ class StageRun:
         inference: whether grad-free steps run under inference mode.
         seed: seed of the call's random numbers.
         alone: whether each microbatch was recorded by itself, as a batch of its own.
+        recompute: whether to keep only what was received, and to run the stage again before its backward (activation
+            checkpointing, Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
     """
 
     def __init__(
-        self, store: Store, num_microbatches: int, *, grad: bool, inference: bool, seed: int, alone: bool = False
+        self,
+        store: Store,
+        num_microbatches: int,
+        *,
+        grad: bool,
+        inference: bool,
+        seed: int,
+        alone: bool = False,
+        recompute: bool = False,
     ) -> None:
         self.store = store
         self.num_microbatches = num_microbatches
         self.alone = alone
+        self.recompute = recompute
         self.grad = grad
         self.inference = inference
         self.seed = seed
         self.statistics = DeferredStatistics() if num_microbatches > 1 else None
-        self._kept: dict[int, tuple[Stage, Environment, dict[int, Tensor]]] = {}
+        self._kept: dict[int, _Kept] = {}
         self._split: dict[int, SplitBackward] = {}
 
     def forward(self, stage: Stage, microbatch: int, received: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -102,30 +125,43 @@ class StageRun:
             RecordingError: where a tensor is not what the recording saw.
         """
         environment: Environment = {}
-        leaves: dict[int, Tensor] = {}
         given = [*zip(stage.receives, received, strict=True), *zip(stage.inputs, inputs, strict=True)]
         for crossing, tensor in given:
             leaf = tensor.detach()
-            if self.grad and crossing.requires_grad:
-                leaf.requires_grad_()
-                leaves[crossing.register] = leaf
-            environment[crossing.register] = leaf
-        with _seeded(self.seed, stage.index, microbatch):
-            environment = stage.program.run(
-                environment, self.store, microbatch=0 if self.alone else microbatch,
-                num_microbatches=1 if self.alone else self.num_microbatches,
-                statistics=self.statistics, inference=self.inference,
-            )  # fmt: skip
-        sent: Environment = {}
+            environment[crossing.register] = leaf.requires_grad_() if self.grad and crossing.requires_grad else leaf
+        again = self.grad and self.recompute and stage.is_repeatable
+        kept = _Kept(stage, dict(environment))
+        sent = self._run(stage, microbatch, environment, self.statistics, grad=not again)
         for crossing in stage.sends:
-            value = environment[crossing.register]
-            _check_meta(value, crossing, stage, grad=self.grad)
-            sent[crossing.register] = value
+            _check_meta(sent[crossing.register], crossing, stage, grad=self.grad)
         if self.grad:
-            self._kept[microbatch] = (stage, sent, leaves)
+            self._kept[microbatch] = kept if again else dataclasses.replace(kept, sent=sent)
         if microbatch == self.num_microbatches - 1 and self.statistics is not None:
             self.statistics.commit()
         return [value.detach() for value in sent.values()]
+
+    def _run(
+        self, stage: Stage, microbatch: int, environment: Environment, statistics: DeferredStatistics | None, *, grad: bool
+    ) -> Environment:
+        """Runs the stage's program, and returns what it sends by register."""
+        with _seeded(self.seed, stage.index, microbatch):
+            environment = stage.program.run(
+                environment, self.store, microbatch=0 if self.alone else microbatch,
+                num_microbatches=1 if self.alone else self.num_microbatches, statistics=statistics,
+                inference=self.inference, grad=grad,
+            )  # fmt: skip
+        return {crossing.register: environment[crossing.register] for crossing in stage.sends}
+
+    def _take(self, microbatch: int, *, retain: bool) -> tuple[Stage, Environment, dict[int, Tensor]]:
+        """Returns the stage of one microbatch, what it sent with its history, and the tensors whose gradients go back."""
+        kept = self._kept.pop(microbatch)
+        if kept.sent is None:  # batch norms have noted their statistics already
+            sent = self._run(kept.stage, microbatch, dict(kept.given), DeferredStatistics(), grad=True)
+            kept = dataclasses.replace(kept, sent=sent)
+        if retain:
+            self._kept[microbatch] = kept
+        assert kept.sent is not None
+        return kept.stage, kept.sent, {r: t for r, t in kept.given.items() if t.requires_grad}
 
     def backward(
         self, microbatch: int, gradients: Mapping[int, Tensor], *, retain: bool, accumulate: bool
@@ -142,7 +178,7 @@ class StageRun:
         Returns:
             The gradients of received tensors and inputs, by register; what has none is missing.
         """
-        _, sent, leaves = self._kept[microbatch] if retain else self._kept.pop(microbatch)
+        _, sent, leaves = self._take(microbatch, retain=retain)
         roots, seeds = _roots(sent, gradients)
         if not roots:
             return {}
@@ -170,7 +206,7 @@ class StageRun:
         Returns:
             The gradients of received tensors and inputs, by register; what has none is missing.
         """
-        stage, sent, leaves = self._kept.pop(microbatch)
+        stage, sent, leaves = self._take(microbatch, retain=False)
         weights = [self.store.tensor(name) for name in stage.names]
         split = SplitBackward(*_roots(sent, gradients), leaves, [w for w in weights if w.is_leaf and w.requires_grad])
         self._split[microbatch] = split

@@ -50,6 +50,7 @@ class Lead:
         workers: the other processes.
         schedule: the order of forwards and backwards.
         step: runs training steps by microbatches.
+        recomputed: the stages that keep no activations, and are run again before their backwards.
         placed: whether parameters live with their stages now, rather than all on the lead.
         timed: whether calls are recorded for a timeline.
     """
@@ -63,6 +64,7 @@ class Lead:
         schedule: Schedule = SCHEDULES["gpipe"],
         request: CutRequest | None = None,
         self_check: bool | Literal["auto"] = "auto",
+        activation_checkpointing: bool | Literal["all but last"] = False,
         patches: Patches | None = None,
     ) -> None:
         self.root = root
@@ -72,6 +74,8 @@ class Lead:
         homes = schedule.homes(self.num_processes)
         self.planner = Planner(root, len(homes), num_microbatches, request or CutRequest(), homes=homes)
         self.own_stages = self.stages_of(self.index)
+        recomputed = range(len(homes) - (activation_checkpointing == "all but last")) if activation_checkpointing else ()
+        self.recomputed = frozenset(recomputed)
         self.planner.fetch = self.shown
         self.self_check = self_check
         self.patches = patches or Patches()

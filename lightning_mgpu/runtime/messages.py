@@ -94,6 +94,7 @@ class Forward:
     inference: bool
     seed: int
     timed: bool
+    recomputed: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -118,6 +119,7 @@ class Train:
         seed: seed of its random numbers.
         timed: whether to note what is done when.
         input_gradients: whether the lead wants the gradients of what stage 0 takes.
+        recomputed: the stages that are run again before their backwards.
     """
 
     call: int
@@ -126,6 +128,7 @@ class Train:
     seed: int
     timed: bool
     input_gradients: bool
+    recomputed: frozenset[int] = frozenset()
 
 
 @dataclass

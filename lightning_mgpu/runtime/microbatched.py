@@ -169,7 +169,7 @@ class MicrobatchedStep:
         wanted = any(c.requires_grad for crossings in first for c in crossings)
         message = m.Train(
             number, lead.schedule.name, tuple((part.plan.number, part.plan.sizes[0]) for part in parts), lead.seed_of(number),
-            lead.timed, wanted,
+            lead.timed, wanted, lead.recomputed,
         )  # fmt: skip
         lead.tell_before_call(parts[0].plan)
         lead.workers.tell_all(message)
@@ -197,7 +197,15 @@ class MicrobatchedStep:
 
     def _call(self, number: int, parts: Sequence[_Microbatch], seed: int) -> Call:
         runs = {
-            index: StageRun(self.lead.planner.store, len(parts), grad=True, inference=False, seed=seed, alone=True)
+            index: StageRun(
+                self.lead.planner.store,
+                len(parts),
+                grad=True,
+                inference=False,
+                seed=seed,
+                alone=True,
+                recompute=index in self.lead.recomputed,
+            )
             for index in self.lead.own_stages
         }
         stages = [{index: _stages(part)[index] for index in self.lead.own_stages} for part in parts]

@@ -52,7 +52,8 @@ class RemoteCall:
         self.inference, self.seed = torch.is_inference_mode_enabled(), lead.seed_of(number)
         runs = {
             index: StageRun(
-                lead.planner.store, plan.num_microbatches, grad=grad, inference=self.inference, seed=self.seed
+                lead.planner.store, plan.num_microbatches, grad=grad, inference=self.inference, seed=self.seed,
+                recompute=index in lead.recomputed,
             )
             for index in lead.own_stages
         }  # fmt: skip
@@ -63,8 +64,9 @@ class RemoteCall:
     def message(self, schedule: str) -> m.Forward:
         """Tells the workers of the call."""
         return m.Forward(
-            self.number, schedule, self.plan.number, self.plan.sizes, self.grad, self.inference, self.seed, self.state.timed
-        )
+            self.number, schedule, self.plan.number, self.plan.sizes, self.grad, self.inference, self.seed, self.state.timed,
+            self.lead.recomputed,
+        )  # fmt: skip
 
     def differentiable(self) -> list[bool]:
         """Says which of the wanted tensors need a gradient."""

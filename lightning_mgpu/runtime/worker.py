@@ -226,8 +226,9 @@ class Worker:
         every = [self.plans[message.plan][0][rows] for rows in message.sizes]
         schedule, count = SCHEDULES[message.schedule], len(message.sizes)
         call = self._call(
-            message.call, every, grad=message.grad, inference=message.inference, seed=message.seed, timed=message.timed
-        )
+            message.call, every, grad=message.grad, inference=message.inference, seed=message.seed, timed=message.timed,
+            recomputed=message.recomputed,
+        )  # fmt: skip
         with torch.inference_mode(message.inference), torch.set_grad_enabled(message.grad):
             table = schedule.forward_table(count, self.num_processes)
             self.engine.run(call, table, WorkerExchange(self._arguments(call), _no_gradients))
@@ -246,7 +247,10 @@ class Worker:
 
     def _on_train(self, message: m.Train) -> None:
         every = [self.plans[plan][0][rows] for plan, rows in message.microbatches]
-        call = self._call(message.call, every, grad=True, inference=False, seed=message.seed, timed=message.timed, alone=True)
+        call = self._call(
+            message.call, every, grad=True, inference=False, seed=message.seed, timed=message.timed, alone=True,
+            recomputed=message.recomputed,
+        )  # fmt: skip
         given: dict[int, Given] = {}
 
         def ask(microbatch: int, wait: bool) -> Given | None:
@@ -280,12 +284,15 @@ class Worker:
         inference: bool,
         seed: int,
         timed: bool,
+        recomputed: frozenset[int],
         alone: bool = False,
     ) -> Call:
         for stage in (stage for stages in every for stage in stages.values()):
             stage.program.prepare(self.store)
         runs = {
-            index: StageRun(self.store, len(every), grad=grad, inference=inference, seed=seed, alone=alone)
+            index: StageRun(
+                self.store, len(every), grad=grad, inference=inference, seed=seed, alone=alone, recompute=index in recomputed
+            )
             for index in every[0]
         }
         return Call(number, every, runs, timed)

@@ -64,6 +64,9 @@ class PipelineStrategy(SingleDeviceStrategy):
             itself, or its children. Other modules run on the lead.
         self_check: whether the stages are compared with the module's own forward at the first call, before anything is sent;
             ``"auto"`` does where the whole model fits on the lead's device.
+        activation_checkpointing: whether stages keep only what they receive of each microbatch, and run its forward again
+            before its backward: less memory for a third more work. ``"all but last"`` spares the last stage, whose backwards
+            come first. A stage with buffers that a forward changes, batch norm's aside, keeps its activations all the same.
         timeline: whether to record what each stage does when; read ``strategy.timeline`` afterwards. A path saves a picture
             (``.png``) or a trace (``.json``) there at the end of the run.
         workers: worker processes to use, which are left running; by default the strategy starts its own and ends them with
@@ -89,6 +92,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         balance: Balance = "flops",
         module: str | None = None,
         self_check: bool | Literal["auto"] = "auto",
+        activation_checkpointing: bool | Literal["all but last"] = False,
         timeline: bool | str | Path = False,
         workers: Workers | None = None,
         start_timeout_s: float = 300.0,
@@ -98,6 +102,11 @@ class PipelineStrategy(SingleDeviceStrategy):
     ) -> None:
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.num_microbatches = check_num_microbatches(num_microbatches)
+        if not isinstance(activation_checkpointing, bool) and activation_checkpointing != "all but last":
+            raise PartitionError(
+                f'activation_checkpointing={activation_checkpointing!r} is not possible; use True, False or "all but last"'
+            )
+        self.activation_checkpointing: bool | Literal["all but last"] = activation_checkpointing
         self.schedule = schedule_named(schedule)
         if isinstance(cuts, str):
             raise PartitionError(f"cuts={cuts!r} is one string; use a list of names, as in cuts=[{cuts!r}]")
@@ -235,6 +244,7 @@ class PipelineStrategy(SingleDeviceStrategy):
             schedule=self.schedule,
             request=self.request,
             self_check=self.self_check,
+            activation_checkpointing=self.activation_checkpointing,
         )
         lead.optimizers.faces = list(self.optimizers)
         lead.expects_training = trainer.state.fn == TrainerFn.FITTING

@@ -51,6 +51,7 @@ class InProcess:
         self.anchor = Anchor()
         self.timed = False
         self.own_stages = (num_stages - 1,)
+        self.recomputed: frozenset[int] = frozenset()
 
     # -- a call ----------------------------------------------------------------------------------------------------
 

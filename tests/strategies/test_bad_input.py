@@ -84,6 +84,10 @@ def line_of(module: Any, text: str) -> str:
             ({"self_check": value}, f'self_check={value!r} is not possible; use True, False or "auto"')
             for value in ("yes", None, 0, 1)
         ],
+        (
+            {"activation_checkpointing": "last"},
+            "activation_checkpointing='last' is not possible; use True, False or \"all but last\"",
+        ),
         ({"cuts": "fc2"}, "cuts='fc2' is one string; use a list of names, as in cuts=['fc2']"),
         ({"cuts": [3]}, 'cuts=[3] holds more than names; use names of modules, as in cuts=["fc1"]'),
     ],
