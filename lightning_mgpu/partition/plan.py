@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -31,6 +30,7 @@ from lightning_mgpu.partition.program import Program, Store, compile_nodes
 from lightning_mgpu.partition.record import Recorder
 from lightning_mgpu.partition.recording import Recording, StructureError
 from lightning_mgpu.partition.stage import Stage
+from lightning_mgpu.remarks import remark
 
 __all__ = ["CallPlan", "ModuleStore", "Planner", "counted_buffers"]
 
@@ -186,10 +186,9 @@ class Planner:
         most = max(map(len, self._plans.values()))
         if most > _MANY_RECORDINGS and not self._warned:
             self._warned = True
-            warnings.warn(
+            remark(
                 f"the forward was recorded {most} times for batches of one shape, since Python values that it takes from "
                 "tensors or attributes keep changing; every new value costs a recording",
-                stacklevel=4,
             )
 
     def _signature(self, path: str, leaves: Sequence[Any], spec: tree.Spec) -> Any:
@@ -260,20 +259,18 @@ class Planner:
         """Warns of modules that run as one piece on each microbatch, since a decision over the batch would be another one."""
         for leaf in recording.graph.leaves:
             if leaf in recording.promoted:
-                warnings.warn(
+                remark(
                     f"{self._describe(leaf)} runs as one piece on each microbatch by itself, since its forward "
                     f"{recording.promoted[leaf]}; where it decides over the whole batch, use num_microbatches=1",
-                    stacklevel=6,
                 )
 
     def _name_counted_buffers(self, path: str, stages: dict[int, tuple[Stage, ...]]) -> None:
         """Warns of buffers that every microbatch changes, where one device changes them once per batch."""
         counted = counted_buffers(next(iter(stages.values())))
         if counted:
-            warnings.warn(
+            remark(
                 f"{self._describe(path)} changes the buffers {', '.join(sorted(counted))} in its forward, which every "
                 "microbatch does again; use num_microbatches=1 where once per batch matters",
-                stacklevel=6,
             )
 
     def _stages(self, recording: Recording, batching: Batching, layout: Layout) -> tuple[Stage, ...]:
@@ -362,10 +359,9 @@ class Planner:
             self._whole = False
 
     def _warn_fewer(self, path: str, batch_size: int, count: int, failure: Exception) -> None:
-        warnings.warn(
+        remark(
             f"{self._describe(path)} is run in {count} microbatch{'es' * (count > 1)} for a batch of {batch_size} rows, since "
             f"its forward does not work the same on fewer rows: {type(failure).__name__}: {failure}",
-            stacklevel=6,
         )
 
     def _tail(self, graph: Graph, batching: Batching) -> Program:

@@ -7,7 +7,6 @@ A call of a pipelined module goes through here in this order: find its plan (`_p
 from __future__ import annotations
 
 import itertools
-import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +20,7 @@ from lightning_mgpu.partition.cut import CutRequest
 from lightning_mgpu.partition.gather import deal_inputs, finish, gather
 from lightning_mgpu.partition.plan import CallPlan, Planner
 from lightning_mgpu.partition.selfcheck import check_plan
+from lightning_mgpu.remarks import remark
 from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.engine import Engine
 from lightning_mgpu.runtime.exchange import BatchExchange, summed
@@ -235,10 +235,9 @@ class Lead:
         if self.self_check is False or self.placed:
             return
         if self.self_check == "auto" and not self._fits(plan.path):
-            warnings.warn(
+            remark(
                 f"the stages of {plan.path or type(self.root).__name__} are not compared with its own forward, since it does "
                 "not fit this device; use self_check=False to silence this, or check a smaller copy of the model",
-                stacklevel=6,
             )
             return
         check_plan(self.planner, plan, args, kwargs, tensors)
