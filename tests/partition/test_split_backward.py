@@ -1,4 +1,7 @@
-"""A backward in two parts gives the gradients of a whole one, bit for bit where nothing is used twice."""
+"""A backward in two parts gives the gradients of a whole one, to the rounding of a product of four terms.
+
+The same product can differ in its last bit with the alignment of its operands in memory.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_mgpu.partition.split_backward import SplitBackward
+
+ROUNDING = {"rtol": 1e-6, "atol": 1e-6}
 
 Forward = Callable[[nn.ParameterList, Tensor, Tensor], list[Tensor]]
 
@@ -94,12 +99,12 @@ def test_equals_a_whole_backward(forward: Forward) -> None:
     for register, leaf in received.items():
         assert (leaf.grad is None) == (register not in gradients)
         if leaf.grad is not None:
-            assert torch.equal(gradients[register], leaf.grad)
+            torch.testing.assert_close(gradients[register], leaf.grad, **ROUNDING)
     for weight, other in zip(weights, expected, strict=True):
         assert (weight.grad is None) == (other.grad is None)
         if other.grad is not None:
             assert weight.grad is not None
-            torch.testing.assert_close(weight.grad, other.grad, rtol=1e-6 if forward is weight_used_twice else 0, atol=0)
+            torch.testing.assert_close(weight.grad, other.grad, **ROUNDING)
 
 
 def test_adds_to_gradients_that_are_there() -> None:
@@ -118,7 +123,7 @@ def test_adds_to_gradients_that_are_there() -> None:
     assert len(again) == 1
     for weight, gradient in zip(weights, alone, strict=True):
         assert weight.grad is not None
-        assert torch.equal(weight.grad, 1 + gradient)
+        torch.testing.assert_close(weight.grad, 1 + gradient, **ROUNDING)
 
 
 def test_without_received_tensors_all_is_done_with_the_weights() -> None:
