@@ -7,6 +7,7 @@ Errors about a wrong argument or a model that can't be cut are ``ValueError`` as
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "MgpuError",
     "PartitionError",
     "PlacementError",
@@ -50,6 +51,13 @@ class PlacementError(MgpuError, RuntimeError):
 
 class WorkerStartError(MgpuError, RuntimeError):
     """Says that a worker process did not start, with its standard error."""
+
+
+class CheckpointError(MgpuError, ValueError, RuntimeError):
+    """Says that a checkpoint can't be read, does not fit, or can't be written, with the keys or numbers and the remedy.
+
+    It is both kinds of builtin error, since Lightning and torch raise either in its place.
+    """
 
 
 class StageError(MgpuError, RuntimeError):

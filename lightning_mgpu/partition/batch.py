@@ -153,7 +153,7 @@ def _recomputable(graph: Graph, register: int) -> list[int] | None:
     value = graph.values[register]
     if value.private or value.requires_grad:
         return None
-    nodes = [i for i in graph.live_nodes([register]) if not graph.nodes[i].keep]
+    nodes = [i for i in graph.live_nodes([register], effects=False) if not graph.nodes[i].keep]
     clean = all(not graph.values[r].private for i in nodes for r in graph.nodes[i].reads)
     return nodes if clean and not any(graph.nodes[i].is_module for i in nodes) else None
 

@@ -177,7 +177,7 @@ class Graph:
                     made.setdefault(register, index)
         return made
 
-    def live_nodes(self, wanted: Iterable[int], before: int | None = None) -> list[int]:
+    def live_nodes(self, wanted: Iterable[int], before: int | None = None, *, effects: bool = True) -> list[int]:
         """Lists the nodes needed for ``wanted`` registers, in order.
 
         A node that changes memory is needed when anything that shares this memory is.
@@ -185,6 +185,7 @@ class Graph:
         Args:
             wanted: registers to compute.
             before: only nodes before this position count, by default all.
+            effects: whether nodes that matter without being read are needed too, with what they read.
         """
         storages = {self.values[r].storage for r in wanted}
         registers = set(wanted)
@@ -193,7 +194,7 @@ class Graph:
             node = self.nodes[index]
             makes = any(r in registers for r in node.outputs if r is not None)
             changes = any(self.values[r].storage in storages for r in node.mutates)
-            if makes or changes or node.keep:
+            if makes or changes or (effects and node.keep):
                 needed.append(index)
                 registers.update(node.reads)
                 storages.update(self.values[r].storage for r in node.reads)

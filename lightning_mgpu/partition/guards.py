@@ -27,7 +27,8 @@ class GuardChecks:
         done: set[int] = set()
         for guard in graph.guards:
             reads = [leaf.register for leaf in tree.flatten((guard.args, guard.kwargs))[0] if isinstance(leaf, Ref)]
-            needed = [i for i in graph.live_nodes(reads, before=guard.position) if not graph.nodes[i].keep]
+            live = graph.live_nodes(reads, before=guard.position, effects=False)
+            needed = [i for i in live if not graph.nodes[i].keep]
             fresh = [i for i in needed if i not in done]
             done.update(fresh)
             kept = [*graph.inputs, *reads, *(r for i in fresh for r in graph.nodes[i].outputs if r is not None)]

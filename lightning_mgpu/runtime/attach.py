@@ -62,6 +62,8 @@ class Attachment:
         def make(plain: Callable[..., Any]) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if self._busy or not self._is_remote(path, module):
+                    if not self._busy:
+                        self.lead.origins.make_own(module)
                     return plain(*args, **kwargs)
                 self.num_remote_calls += 1
                 if self.lead.step.running:
@@ -111,7 +113,7 @@ class Attachment:
             def zero_grad(set_to_none: bool = True) -> None:
                 if self.lead.placed:
                     with self.lead.resumed():
-                        self.lead.optimizers.zero_grad(module.parameters(), set_to_none=set_to_none)
+                        self.lead.optimizers.gradients.zero(module.parameters(), set_to_none=set_to_none)
                 else:
                     plain(set_to_none)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lightning_mgpu.errors import MgpuError, PlacementError, StageError
 from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.dataplane import CommunicationError
+from lightning_mgpu.runtime.steps import PartState
 from lightning_mgpu.runtime.workers import WorkerGone
 
 if TYPE_CHECKING:
@@ -81,12 +82,19 @@ class Failures:
         with _undisturbed():
             lost = self._bring_home()
         note = ""
+        if _in_a_step(reports) or (doing == "optimizer step" and not broken):
+            note = (
+                "; other stages may have made the step, so the weights of the stages may be one step apart: load a checkpoint "
+                "before going on"
+            )
         if lost:
             note = (
                 f"; the values of {len(lost)} tensors ({', '.join(lost[:3])}{', ...' if len(lost) > 3 else ''}) went with it "
                 "and are NaN now: load a checkpoint before going on"
             )
         if not broken:
+            if note and not lost:
+                error.add_note(note.removeprefix("; "))
             if not isinstance(error, Exception) or isinstance(error, MgpuError) or where[1] is None:
                 raise error
             raise StageError(
@@ -133,7 +141,7 @@ class Failures:
     def _bring_home(self) -> list[str]:
         """Takes everything home that can still be had and ends the workers."""
         lead = self.lead
-        states: list[list[Mapping[str, object]]] = []
+        states: list[list[PartState]] = []
         was_away = lead.home.away
         for pickled in lead.workers.surrender(_SURRENDER_WAIT_S).values():
             if pickled is None:
@@ -161,6 +169,10 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def _in_a_step(reports: Mapping[int, m.Failure | None]) -> bool:
+    return any(report is not None and report.doing == "optimizer step" for report in reports.values())
 
 
 def _cause_of(report: m.Failure) -> BaseException:

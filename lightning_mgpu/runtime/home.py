@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.modes import Modes, modes_of
 from lightning_mgpu.runtime.pack import pack
 from lightning_mgpu.runtime.placeholder import hide, is_hidden, restore
+from lightning_mgpu.runtime.unmade import is_unmade
 
 if TYPE_CHECKING:
     from lightning_mgpu.runtime.lead import Lead
@@ -89,17 +90,28 @@ class Home:
             if not lacking:
                 continue
             fresh = True
-            values = {n: names.current(n).detach().requires_grad_(names.tensors[n].requires_grad) for n in lacking}
-            primary = lead.planner.placement.primary
-            gradients = {n: names.tensors[n].grad for n in lacking if primary(n) == stage and names.tensors[n].grad is not None}
-            packed = pack((values, gradients), what="parameters")
-            kinds = {n: names.kinds[n] for n in lacking}
-            lead.workers.tell(stage, m.Load(packed.header(), kinds), packed)
+            for piece in lead.origins.pieces(lacking):
+                self._send_tensors(stage, piece)
             self._sent[stage].update(lacking)
-            self.needs[stage].update({n: t.requires_grad for n, t in values.items()})
+            self.needs[stage].update({n: names.tensors[n].requires_grad for n in lacking})
         if lead.workers.plane is not None:
             lead.workers.plane.flush()
         return fresh
+
+    def _send_tensors(self, stage: int, wanted: Sequence[str]) -> None:
+        lead, names = self.lead, self.lead.planner.names
+        values = {n: self._value(n).detach().requires_grad_(names.tensors[n].requires_grad) for n in wanted}
+        primary = lead.planner.placement.primary
+        made = [n for n in wanted if not is_unmade(names.tensors[n])]
+        gradients = {n: names.tensors[n].grad for n in made if primary(n) == stage and names.tensors[n].grad is not None}
+        packed = pack((values, gradients), what="parameters")
+        lead.workers.tell(stage, m.Load(packed.header(), {n: names.kinds[n] for n in wanted}), packed)
+        if len(made) < len(wanted) and lead.workers.plane is not None:
+            lead.workers.plane.flush()  # so that what was made for it is not kept
+
+    def _value(self, name: str) -> Tensor:
+        tensor = self.lead.planner.names.current(name)
+        return self.lead.origins.value(name) if is_unmade(tensor) else tensor
 
     def send_modules(self, plan: CallPlan) -> None:
         """Sends workers the leaf modules of a plan that they lack."""
@@ -138,8 +150,12 @@ class Home:
         for sent in self._sent.values():
             sent.clear()
 
-    def bring(self) -> None:
-        """Brings values and gradients home, for as long as the block that asked for them; `hide` sends them off again."""
+    def bring(self, *, gradients: bool = True) -> None:
+        """Brings values and gradients home, for as long as the block that asked for them; `hide` sends them off again.
+
+        Args:
+            gradients: whether gradients come too, which doubles the memory that is needed.
+        """
         lead, names = self.lead, self.lead.planner.names
         asked: dict[int, list[str]] = {j: [] for j in lead.workers.stages}
         for name in lead.planner.placement.away():
@@ -147,8 +163,8 @@ class Home:
         stages_asked = list(asked)
         values = lead.workers.collect(stages_asked, "values", list(asked.values()))
         parameters = [[n for n in wanted if names.kinds[n] == "parameter"] for wanted in asked.values()]
-        gradients = lead.workers.collect(stages_asked, "gradients", parameters)
-        for of_stage, grads in zip(values, gradients, strict=True):
+        found = lead.workers.collect(stages_asked, "gradients", parameters) if gradients else [{} for _ in values]
+        for of_stage, grads in zip(values, found, strict=True):
             self.put(of_stage, grads)
 
     def put(self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
@@ -166,7 +182,7 @@ class Home:
             The names of what is lost.
         """
         names = self.lead.planner.names
-        lost = [name for name in names.tensors if is_hidden(names.current(name))]
+        lost = [name for name in names.tensors if is_hidden(names.current(name)) and not is_unmade(names.current(name))]
         for name in lost:
             tensor = names.current(name)
             shape, dtype, device = tensor.shape, tensor.dtype, tensor.device

@@ -22,6 +22,7 @@ from lightning_mgpu.partition.plan import CallPlan, Planner
 from lightning_mgpu.partition.selfcheck import check_plan
 from lightning_mgpu.remarks import remark
 from lightning_mgpu.runtime import messages as m
+from lightning_mgpu.runtime.checkpoint import OwnedState
 from lightning_mgpu.runtime.engine import Engine
 from lightning_mgpu.runtime.exchange import BatchExchange, summed
 from lightning_mgpu.runtime.failure import Failures
@@ -33,6 +34,7 @@ from lightning_mgpu.runtime.pack import pack
 from lightning_mgpu.runtime.patches import Patches
 from lightning_mgpu.runtime.remote import Anchor, RemoteCall, call_remotely
 from lightning_mgpu.runtime.sharing import Share, add_up
+from lightning_mgpu.runtime.unmade import Origins, is_unmade
 from lightning_mgpu.runtime.workers import Workers
 from lightning_mgpu.schedule.catalog import SCHEDULES, Schedule
 from lightning_mgpu.timeline import Event, Timeline
@@ -89,6 +91,8 @@ class Lead:
         self.resting: Callable[[], AbstractContextManager[None]] = nullcontext
         self.is_users_turn = False
         self.home = Home(self)
+        self.owned_state = OwnedState(self)
+        self.origins = Origins()
         self.step = MicrobatchedStep(self)
         self.failures = Failures(self)
         self.running_engine: Engine | None = None
@@ -243,7 +247,7 @@ class Lead:
         check_plan(self.planner, plan, args, kwargs, tensors)
 
     def _fits(self, path: str) -> bool:
-        return not any(t.is_meta for t in self.planner.names.module_at[path].parameters())
+        return not any(is_unmade(t) for t in self.planner.names.module_at[path].parameters())
 
     # -- placing ---------------------------------------------------------------------------------------------------
 
@@ -252,14 +256,18 @@ class Lead:
         if not self.stage_names:
             self.stage_names = plan.stage_names()
         if self.num_processes == 1:
+            self.origins.make_here(self.planner.names.tensors)
             self._known_plans.add(plan.number)
             return
         _ = self.engine  # waits for processes that are starting
         with self.failures.guarded("placement"):
             fresh = self.home.send_tensors()
+            self.origins.make_here(self.planner.placement.held_by(self.index))
             self.home.send_modules(plan)
             if fresh or not self.optimizers.sent:
                 self.optimizers.send()
+                if self.origins.sources:
+                    self.optimizers.copy_own()
             self._drop_old_plans()
             if plan.number not in self._known_plans:
                 self._send_plan(plan)
@@ -388,11 +396,11 @@ class Lead:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Makes parameters and buffers readable on the lead for a block that changes nothing."""
-        if not self.placed or self._summoned:
+        if not self.placed or self._summoned or self.owned_state.described:
             yield
             return
         with self.failures.guarded("gathering"):
-            self.home.bring()
+            self.home.bring(gradients=False)
         try:
             yield
         finally:

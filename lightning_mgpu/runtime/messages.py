@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_mgpu.runtime.modes import Modes
 from lightning_mgpu.runtime.pack import Packed
+from lightning_mgpu.runtime.settings import Changes
 
 __all__ = [
     "AddPlan",
@@ -25,13 +26,17 @@ __all__ = [
     "Load",
     "Optimizers",
     "Reset",
+    "SaveShard",
     "SetFlags",
+    "ShardPlan",
+    "ShardWritten",
     "Ship",
     "State",
     "Step",
     "Surrender",
     "Sync",
     "Train",
+    "WriteShard",
     "ZeroGrad",
 ]
 
@@ -168,10 +173,11 @@ class Optimizers:
 
 @dataclass
 class Step:
-    """Lead: step one optimizer with these hyperparameters per group."""
+    """Lead: step one optimizer, changed like this since it was last stepped; ``kwargs`` are those of the user's call."""
 
     optimizer: int
-    groups: Sequence[Mapping[str, Any]]
+    changes: Changes
+    kwargs: Mapping[str, Any]
 
 
 @dataclass
@@ -193,10 +199,13 @@ class Clip:
 
 @dataclass
 class Collect:
-    """Lead: answer with ``what``: "values", "gradients" or "norms" (of gradients) of ``names``, "optimizers", or "events"."""
+    """Lead: answer with ``what``: "values", "gradients" or "norms" (of gradients) of ``names``, "optimizers", or "events".
+
+    "optimizer" asks for one of them, by its index and the ``names`` of the parameters whose state is wanted.
+    """
 
     what: str
-    names: tuple[str, ...] = ()
+    names: tuple[Any, ...] = ()
 
 
 @dataclass
@@ -205,6 +214,46 @@ class Answer:
 
     what: str
     packed: Packed
+
+
+@dataclass
+class SaveShard:
+    """Lead: plan the writing of this process's part of a sharded checkpoint, and answer with `ShardPlan`.
+
+    Attributes:
+        folder: where each process writes its file.
+        tensors: names of parameters and buffers to write, by their keys in the module's ``state_dict``.
+        states: for each optimizer the names of the parameters whose state to write.
+        background: whether what is written is to be what is there now, while other messages are carried out.
+    """
+
+    folder: str
+    tensors: Mapping[str, str]
+    states: tuple[tuple[str, ...], ...]
+    background: bool
+
+
+@dataclass
+class ShardPlan:
+    """Worker: would write this, a plan of ``torch.distributed.checkpoint`` without tensors, or says why it can't."""
+
+    plan: Any
+    error: str | None = None
+
+
+@dataclass
+class WriteShard:
+    """Lead: write what was planned, numbered like this, and answer with `ShardWritten`."""
+
+    plan: Any
+
+
+@dataclass
+class ShardWritten:
+    """Worker: has written its part, or could not; may come at any time, also between other answers."""
+
+    results: Any
+    error: str | None = None
 
 
 @dataclass

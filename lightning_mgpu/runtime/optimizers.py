@@ -1,20 +1,24 @@
-"""The user's optimizers over all owners: steps, gradients and states, asked for on the lead and done where parameters live."""
+"""The user's optimizers over all owners: steps and states, asked for on the lead and done where parameters live."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_mgpu import tree
+from lightning_mgpu.errors import PlacementError
 from lightning_mgpu.runtime import messages as m
-from lightning_mgpu.runtime.gradients import clip, norms, total_norm
+from lightning_mgpu.runtime.away import AwayState
+from lightning_mgpu.runtime.owned_gradients import OwnedGradients
 from lightning_mgpu.runtime.pack import pack
 from lightning_mgpu.runtime.placeholder import is_hidden
+from lightning_mgpu.runtime.settings import Settings, apply, group_values, own_attributes
 from lightning_mgpu.runtime.sharing import lend, take_back
-from lightning_mgpu.runtime.steps import hyperparameters, owned_part
+from lightning_mgpu.runtime.steps import PartState, has_parameters, owned_part, shipped, step_part
 
 if TYPE_CHECKING:
     from lightning_mgpu.runtime.lead import Lead
@@ -27,25 +31,37 @@ class OwnedOptimizers:
 
     Attributes:
         faces: the user's own optimizer objects; their hyperparameters count.
+        gradients: what is asked of gradients.
     """
 
     def __init__(self, lead: Lead) -> None:
         self.lead = lead
         self.faces: list[Optimizer] = []
+        self.gradients = OwnedGradients(lead)
         self._parts: list[Optimizer] | None = None
         self._owners: tuple[dict[str, frozenset[int]], ...] = ()
-        self._groups: list[list[int]] = []
+        self._settings: list[Settings] = []
+        self._stepped: list[list[int]] = []
+        self._states: list[MutableMapping[Any, Any]] = []
 
     @property
     def sent(self) -> bool:
         """Whether the owners have their parts."""
         return self._parts is not None
 
+    def index_of(self, optimizer: Any) -> int | None:
+        """Returns the number of an optimizer, or of what shares its groups as a wrapper does; ``None`` for a foreign one."""
+        for index, face in enumerate(self.faces):
+            if face is optimizer or face.param_groups is getattr(optimizer, "param_groups", None):
+                return index
+        return None
+
     def forget(self) -> None:
         """Forgets the parts; the owners are told again with the next placement."""
         self._parts = None
+        self._show_states()
 
-    def take_home(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    def take_home(self, states: Sequence[Sequence[PartState]]) -> None:
         """Puts the states of all owners into the user's optimizers for good."""
         self.take(states)
         self.forget()
@@ -56,137 +72,158 @@ class OwnedOptimizers:
         name_of = names.name_of
         if self._parts is not None:
             self.take(self.collect())
+            self._show_states()
 
         def owned_by(stage: int) -> Callable[[Tensor], bool]:
             return lambda p: stage in placement.holders(name_of.get(id(p), ""))
 
-        owners = tuple(self._shared_in(optimizer) for optimizer in self.faces)
+        self._owners = tuple(self._shared_in(optimizer) for optimizer in self.faces)
         for stage in self.lead.workers.stages:
             with self.lead.patches.lifted():
-                parts = [owned_part(optimizer, owned_by(stage)) for optimizer in self.faces]
+                parts = [shipped(owned_part(optimizer, owned_by(stage))) for optimizer in self.faces]
                 packed = pack(parts, names=self.lead.home.names_at(stage), what="the optimizers")
-            self.lead.workers.tell(stage, m.Optimizers(packed.header(), owners), packed)
+            self.lead.workers.tell(stage, m.Optimizers(packed.header(), self._owners), packed)
         self._parts = [owned_part(optimizer, owned_by(self.lead.index)) for optimizer in self.faces]
-        self._groups = self._sizes_of_groups()
-        self._owners = owners
+        self._settings = [Settings(optimizer) for optimizer in self.faces]
+        self._stepped = [_parameters_of(optimizer) for optimizer in self.faces]
+        self._hide_states()
 
-    def _sizes_of_groups(self) -> list[list[int]]:
-        return [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.faces]
+    def copy_own(self) -> None:
+        """Copies the states that stay on the lead: they may lie in a file, which somebody may write over."""
+        for state in (state for part in self._parts or () for state in part.state.values()):
+            state.update({key: tree.map_tensors(lambda t: t.clone(), value) for key, value in state.items()})
 
     def _shared_in(self, optimizer: Optimizer) -> dict[str, frozenset[int]]:
         name_of = self.lead.planner.names.name_of
         stepped = {name_of.get(id(p)) for group in optimizer.param_groups for p in group["params"]}
         return {n: s for n, s in self.lead.planner.placement.shared().items() if n in stepped}
 
-    def step(self, index: int, kwargs: Mapping[str, Any]) -> None:
-        """Steps one optimizer on all owners, with the hyperparameters it has now."""
-        if self._groups != self._sizes_of_groups():  # parameters were added, as finetuning callbacks do
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+        """Steps one optimizer on all owners, with the hyperparameters it has now.
+
+        Args:
+            optimizer: the user's optimizer.
+            kwargs: what its step was given beside the closure.
+        """
+        index, parts = self._renewed(optimizer)
+        part, owners, settings = parts[index], self._owners[index], self._settings[index]
+        changes = settings.take_changes(optimizer)
+        with self.lead.failures.guarded("optimizer step"):
+            self.lead.workers.settle()  # no owner steps where the backward failed on another
+            self.lead.workers.tell_all(m.Step(index, changes.on_host(), dict(kwargs)))
+            apply(part, changes)
+            if self.lead.workers.plane is not None:
+                lend(self.lead.workers.plane, self.lead.index, owners, self.lead.planner.store.tensor)
+            step_part(part, kwargs)
+            take_back(self.lead.index, owners, self.lead.planner.store.tensor)
+        for number, group in enumerate(part.param_groups):
+            if group["params"]:
+                settings.take_group(optimizer, number, group_values(group))
+        if has_parameters(part):
+            settings.take_attributes(optimizer, own_attributes(part))
+
+    def _renewed(self, optimizer: Optimizer) -> tuple[int, list[Optimizer]]:
+        """Returns the number of an optimizer and the parts, sent anew where the user changed more than settings.
+
+        Raises:
+            PlacementError: for an optimizer that the strategy no longer has.
+        """
+        index = self.index_of(optimizer)
+        if index is None:
+            raise PlacementError(
+                f"{type(optimizer).__name__} is none of the optimizers of the strategy; hand it over first, with "
+                "trainer.strategy.optimizers = [optimizer]"
+            )
+        parameters = [_parameters_of(each) for each in self.faces]  # finetuning callbacks add some
+        if self._stepped != parameters or not all(isinstance(face.state, AwayState) for face in self.faces):
             with self.lead.failures.guarded("placement"):
                 self.send()
         assert self._parts is not None
-        part, owners = self._parts[index], self._owners[index]
-        groups = hyperparameters(self.faces[index])
-        with self.lead.failures.guarded("optimizer step"):
-            if self.lead.num_stages > 1:
-                self.lead.workers.settle()  # no owner steps where the backward failed on another
-                self.lead.workers.tell_all(m.Step(index, groups))
-            for mine, face in zip(part.param_groups, self.faces[index].param_groups, strict=True):
-                mine.update({k: v for k, v in face.items() if k != "params"})
-            if self.lead.workers.plane is not None:
-                lend(self.lead.workers.plane, self.lead.index, owners, self.lead.planner.store.tensor)
-            part.step(**kwargs)
-            take_back(self.lead.index, owners, self.lead.planner.store.tensor)
+        return index, self._parts
 
-    def zero_grad(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
-        """Forgets the gradients of some parameters, wherever they are."""
-        name_of, placement = self.lead.planner.names.name_of, self.lead.planner.placement
-        away: dict[int, list[str]] = {stage: [] for stage in self.lead.workers.stages}
-        for parameter in parameters:
-            name = name_of.get(id(parameter), "")
-            stages = placement.holders(name)
-            for stage in stages - {self.lead.index}:
-                away[stage].append(name)
-            if self.lead.index in stages and parameter.grad is not None:
-                parameter.grad = None if set_to_none else parameter.grad.detach_().zero_()
-        with self.lead.failures.guarded("zero_grad"):
-            for stage, names in away.items():
-                if names:
-                    self.lead.workers.tell(stage, m.ZeroGrad(tuple(names), set_to_none))
+    def unscale(
+        self, optimizer: Optimizer, inverse_scale: Tensor, found: Tensor, *, allow_half: bool
+    ) -> dict[torch.device, Tensor]:
+        """Divides the gradients of an optimizer by the scale of the loss on all owners; see `OwnedGradients.unscale`."""
+        index, parts = self._renewed(optimizer)
+        return self.gradients.unscale(parts[index], index, inverse_scale, found, allow_half=allow_half)
 
-    def gradient_norm(self, parameters: Iterable[nn.Parameter]) -> Tensor:
-        """Returns the 2-norm of the gradients of some parameters, wherever they are."""
-        return total_norm(self._norms(list(parameters)).values(), self.lead.workers.devices[self.lead.index])
+    # -- states ----------------------------------------------------------------------------------------------------
 
-    def _by_primary(self, parameters: Iterable[nn.Parameter]) -> dict[int, list[str]]:
-        name_of, primary = self.lead.planner.names.name_of, self.lead.planner.placement.primary
-        found: dict[int, list[str]] = {stage: [] for stage in range(self.lead.num_stages)}
-        for parameter in parameters:
-            name = name_of[id(parameter)]
-            found[primary(name)].append(name)
-        return found
+    def _hide_states(self) -> None:
+        """Lets the user's optimizers hold nothing that lives elsewhere, and say so."""
+        self._states = [face.state for face in self.faces]
+        for state, face in zip(self._states, self.faces, strict=True):
+            _drop_hidden(state)
+            face.state = AwayState(type(face).__name__)  # type: ignore[assignment]
 
-    def _norms(self, parameters: Sequence[nn.Parameter]) -> dict[str, Tensor]:
-        by_primary = self._by_primary(parameters)
-        found = norms(by_primary[self.lead.index], self.lead.planner.store.tensor)
-        asked = [stage for stage in self.lead.workers.stages if by_primary[stage]] if self.lead.placed else []
-        if asked:
-            with self.lead.failures.guarded("gradient norm"):
-                for answer in self.lead.workers.collect(asked, "norms", [by_primary[stage] for stage in asked]):
-                    found.update(answer)
-        order = (self.lead.planner.names.name_of[id(p)] for p in parameters)
-        return {name: found[name] for name in order if name in found}
+    def _show_states(self) -> None:
+        """Gives the user's optimizers their states back, except where the user put another in their place."""
+        for state, face in zip(self._states, self.faces, strict=False):
+            if isinstance(face.state, AwayState):
+                face.state = state  # type: ignore[assignment]
+        self._states = []
 
-    def clip(self, parameters: Iterable[nn.Parameter], *, max_norm: float | None = None, bound: float | None = None) -> None:
-        """Clips gradients by their global norm, or each element to ``±bound``, on their owners.
-
-        Args:
-            parameters: whose gradients.
-            max_norm: largest norm of all of them together.
-            bound: largest absolute value of an element.
-        """
-        parameters = list(parameters)
-        factor = None
-        if max_norm is not None:
-            norm = self.gradient_norm(parameters)
-            factor = float(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        by_primary = self._by_primary(parameters)
-        clip(by_primary[self.lead.index], self.lead.planner.store.tensor, factor, bound)
-        with self.lead.failures.guarded("clipping"):
-            for stage in self.lead.workers.stages if self.lead.placed else ():
-                if by_primary[stage]:
-                    self.lead.workers.tell(stage, m.Clip(tuple(by_primary[stage]), factor, bound))
-
-    def collect(self) -> list[list[dict[str, Any]]]:
-        """Asks the workers for the states of their parts, by worker, optimizer and name of the parameter."""
+    def collect(self) -> list[list[PartState]]:
+        """Asks the workers for what their parts' steps made, by worker and optimizer."""
         stages = list(self.lead.workers.stages)
         return self.lead.workers.collect(stages, "optimizers", [()] * len(stages))
 
-    def take(self, states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-        """Puts the optimizer states of all owners into the user's optimizers.
+    def take(self, states: Sequence[Sequence[PartState]]) -> None:
+        """Puts what all owners' steps made into the user's optimizers.
 
         Args:
-            states: for each worker, for each optimizer, the state by name of the parameter.
+            states: for each worker, for each optimizer.
         """
         tensors = self.lead.planner.names.tensors
         for index, part in enumerate(self._parts or []):
-            optimizer = self.faces[index]
-            for of_worker in states:
-                if index < len(of_worker):
-                    optimizer.state.update({tensors[name]: state for name, state in of_worker[index].items()})
-            optimizer.state.update(part.state)
+            made = [of_worker[index] for of_worker in states if index < len(of_worker)]
+            for of_worker in made:
+                self._states[index].update({tensors[name]: state for name, state in of_worker.state.items()})
+            self._states[index].update(part.state)
+            self._take_settings(index, part, made)
 
-    def state_dict(self, plain: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    def _take_settings(self, index: int, part: Optimizer, made: Sequence[PartState]) -> None:
+        """Takes groups and attributes from a worker where the lead steps none of their parameters."""
+        face, settings = self.faces[index], self._settings[index]
+        if self._stepped[index] != _parameters_of(face):
+            return  # the user has changed the groups since
+        for number, group in enumerate(part.param_groups):
+            values = next((w.groups[number] for w in made if w.groups[number] is not None), None)
+            if not group["params"] and values is not None:
+                settings.take_group(face, number, values)
+        attributes = next((w.attributes for w in made if w.attributes is not None), None)
+        if not has_parameters(part) and attributes is not None:
+            settings.take_attributes(face, attributes)
+
+    def state_dict(self, optimizer: Optimizer, plain: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         """Returns the whole state of one optimizer, as one device would.
 
         Args:
-            plain: the optimizer's own ``state_dict``.
+            optimizer: the user's optimizer.
+            plain: its own ``state_dict``.
         """
-        if not self.lead.placed:
+        index = self.index_of(optimizer)
+        if index is None or self._parts is None or not isinstance(optimizer.state, AwayState):
             return plain()
         with self.lead.failures.guarded("gathering"):
-            self.take(self.collect())
-        state = plain()
-        for optimizer in self.faces:
-            for parameter in [p for p in optimizer.state if is_hidden(p)]:
-                del optimizer.state[parameter]
-        return state
+            self.take(self.lead.owned_state.parts(optimizer, index))
+        away, optimizer.state = optimizer.state, self._states[index]  # type: ignore[assignment]
+        try:
+            return plain()
+        finally:
+            optimizer.state = away
+            for state in self._states:
+                _drop_hidden(state)
+
+
+def _parameters_of(optimizer: Optimizer) -> list[int]:
+    """Lists the parameters of all groups by ``id``, with a mark between groups."""
+    return [number for group in optimizer.param_groups for number in (*map(id, group["params"]), -1)]
+
+
+def _drop_hidden(state: MutableMapping[Any, Any]) -> None:
+    for parameter in [p for p in state if isinstance(p, Tensor) and is_hidden(p)]:
+        del state[parameter]

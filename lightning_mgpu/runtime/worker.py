@@ -32,10 +32,12 @@ from lightning_mgpu.runtime.dataplane import CommunicationError, DataPlane, Rece
 from lightning_mgpu.runtime.engine import Call, Engine, Given
 from lightning_mgpu.runtime.exchange import WorkerExchange
 from lightning_mgpu.runtime.modes import set_modes
+from lightning_mgpu.runtime.own_shard import OwnShard
 from lightning_mgpu.runtime.pack import Packed, pack, unpack
 from lightning_mgpu.runtime.pending import Pending
+from lightning_mgpu.runtime.settings import apply
 from lightning_mgpu.runtime.sharing import Share, add_up, lend, take_back
-from lightning_mgpu.runtime.steps import set_hyperparameters
+from lightning_mgpu.runtime.steps import PartState, part_state, received, step_part
 from lightning_mgpu.schedule.catalog import SCHEDULES
 
 __all__ = ["WorkerStore", "main"]
@@ -84,6 +86,7 @@ class Worker:
         self.idle = threading.Event()
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.sending = threading.Lock()
+        self.shard = OwnShard(self.say)
 
     def connect(self, path: str) -> None:
         """Joins the data plane, which waits for all other stages."""
@@ -310,15 +313,15 @@ class Worker:
             self.plans.pop(number, None)
 
     def _on_optimizers(self, message: m.Optimizers) -> None:
-        self.optimizers = self._unpack(message.packed)
+        self.optimizers = [received(sent) for sent in self._unpack(message.packed)]
         self.owners = message.owners
 
     def _on_step(self, message: m.Step) -> None:
         self.engine.doing = "optimizer step"
         optimizer, owners = self.optimizers[message.optimizer], self.owners[message.optimizer]
-        set_hyperparameters(optimizer, message.groups)
+        apply(optimizer, message.changes)
         lend(self.plane, self.process, owners, self.store.tensors.__getitem__)
-        optimizer.step()
+        step_part(optimizer, message.kwargs)
         take_back(self.process, owners, self.store.tensors.__getitem__)
         self.engine.doing = "idle"
 
@@ -332,7 +335,7 @@ class Worker:
                 tensor.grad = None if message.set_to_none else tensor.grad.detach_().zero_()
 
     def _on_clip(self, message: m.Clip) -> None:
-        gradients.clip(message.names, self.store.tensors.__getitem__, message.factor, message.bound)
+        gradients.clip([self.store.tensors[name] for name in message.names], message.factor, message.bound)
 
     def _on_collect(self, message: m.Collect) -> None:
         answer: Any
@@ -341,9 +344,13 @@ class Worker:
         elif message.what == "gradients":
             answer = {name: self.store.tensors[name].grad for name in message.names}
         elif message.what == "norms":
-            answer = gradients.norms(message.names, self.store.tensors.__getitem__)
+            answer = self._norms(*message.names)
+        elif message.what == "unscaled":
+            answer = self._unscaled(*message.names)
         elif message.what == "optimizers":
             answer = [self._optimizer_state(optimizer) for optimizer in self.optimizers]
+        elif message.what == "optimizer":
+            answer = self._some_optimizer_state(*message.names)
         else:
             answer, self.engine.events = self.engine.events, []
         packed = pack(answer, what=f"the {message.what} of process {self.process}")
@@ -351,9 +358,31 @@ class Worker:
         self.plane.send_packed(packed, self.lead)
         self.plane.flush()
 
-    def _optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _norms(self, norm_type: float, *names: str) -> dict[str, Tensor]:
+        tensors = {name: self.store.tensors[name] for name in names}
+        found = {id(p): norm for p, norm in gradients.norms(tensors.values(), norm_type)}
+        return {name: found[id(p)] for name, p in tensors.items() if id(p) in found}
+
+    def _unscaled(self, index: int, inverse_scale: float, allow_half: bool) -> Tensor:
+        self.engine.doing = "unscaling"
+        scale, found = (torch.tensor(v, dtype=torch.float32, device=self.device) for v in (inverse_scale, 0.0))
+        by_device = gradients.unscale(self.optimizers[index], scale, found, allow_half=allow_half)
+        self.engine.doing = "idle"
+        return torch.stack([found, *(f.to(self.device) for f in by_device.values())]).max()
+
+    def _some_optimizer_state(self, index: int, *names: str) -> PartState:
+        wanted = {id(self.store.tensors[name]): name for name in names}
+        return part_state(self.optimizers[index], lambda p: wanted.get(id(p)))
+
+    def _on_saveshard(self, message: m.SaveShard) -> None:
+        self.shard.plan(message, self.store.tensor, self.optimizers)
+
+    def _on_writeshard(self, message: m.WriteShard) -> None:
+        self.shard.write(message)
+
+    def _optimizer_state(self, optimizer: Optimizer) -> PartState:
         names = {id(tensor): name for name, tensor in self.store.tensors.items()}
-        return {names[id(p)]: state for p, state in optimizer.state.items() if id(p) in names}
+        return part_state(optimizer, lambda p: names.get(id(p)))
 
 
 def _no_gradients(microbatch: int, wait: bool) -> Given | None:  # noqa: ARG001 - the protocol's

@@ -20,7 +20,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar
@@ -58,6 +58,7 @@ class _Process:
         ours, theirs = Pipe(duplex=True)
         self.connection: Connection = ours
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.written: queue.SimpleQueue[m.ShardWritten | None] = queue.SimpleQueue()
         self.failure: m.Failure | None = None
         self.gone = False
         self.output: deque[str] = deque(maxlen=200)
@@ -79,7 +80,7 @@ class _Process:
             self.popen.stdin.close()
         theirs.close()
         self.threads = [
-            threading.Thread(target=_listen, args=(ours, self.inbox, self.ended, on_end), daemon=True),
+            threading.Thread(target=_listen, args=(ours, self.inbox, self.written, self.ended, on_end), daemon=True),
             threading.Thread(target=_forward_output, args=(self.popen.stdout, self.output), daemon=True),
         ]
         for thread in self.threads:
@@ -112,15 +113,21 @@ class _Process:
 
 
 def _listen(
-    connection: Connection, inbox: queue.SimpleQueue[Any], ended: threading.Event, on_end: weakref.WeakMethod[Any]
+    connection: Connection,
+    inbox: queue.SimpleQueue[Any],
+    written: queue.SimpleQueue[m.ShardWritten | None],
+    ended: threading.Event,
+    on_end: weakref.WeakMethod[Any],
 ) -> None:
-    """Moves messages from the connection to the inbox; a final None says that the worker ended."""
+    """Moves messages from the connection to the inboxes; a final None says that the worker ended."""
     while True:
         try:
-            inbox.put(pickle.loads(connection.recv_bytes()))
+            message = pickle.loads(connection.recv_bytes())
+            (written if isinstance(message, m.ShardWritten) else inbox).put(message)
         except (EOFError, OSError):
             ended.set()
             inbox.put(None)
+            written.put(None)
             tell = on_end()
             if tell is not None:
                 tell()
@@ -340,7 +347,7 @@ class Workers:
             raise MgpuError(f"stage {stage} said {type(message).__name__} where {kind.__name__} was expected")
         return message
 
-    def collect(self, stages: Sequence[int], what: str, names: Sequence[Sequence[str]]) -> list[Any]:
+    def collect(self, stages: Sequence[int], what: str, names: Sequence[Sequence[Any]]) -> list[Any]:
         """Asks some workers and returns their answers in order; ``names`` has one list for each."""
         assert self.plane is not None
         for stage, wanted in zip(stages, names, strict=True):
@@ -350,6 +357,22 @@ class Workers:
             answer = self.expect(stage, m.Answer)
             answers.append(unpack(self.plane.receive_packed(answer.packed, stage), _no_names))
         return answers
+
+    def writing(self, stage: int) -> Callable[[], m.ShardWritten]:
+        """Returns what waits, in any thread, until a worker has written its part of a checkpoint; others may speak to it.
+
+        It raises `WorkerGone` where the worker ended.
+        """
+        process = self._processes[stage]
+
+        def wait() -> m.ShardWritten:
+            message = process.written.get()
+            if message is None:
+                process.written.put(None)  # for whoever asks next
+                raise WorkerGone(stage, process.failure)
+            return message
+
+        return wait
 
     def settle(self) -> None:
         """Waits until every worker has done what it was told.

@@ -18,7 +18,6 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.strategies.single_device import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import nn
@@ -33,11 +32,12 @@ from lightning_mgpu.partition.cut import CutRequest, check_cut_names
 from lightning_mgpu.partition.names import Names
 from lightning_mgpu.plots import save_gantt
 from lightning_mgpu.runtime.attach import Attachment, count_layers
-from lightning_mgpu.runtime.faces import check_optimizer
 from lightning_mgpu.runtime.lead import Lead
+from lightning_mgpu.runtime.separable import check_optimizer
 from lightning_mgpu.runtime.workers import Workers, threads_per_process
 from lightning_mgpu.schedule.catalog import SCHEDULES, schedule_named
 from lightning_mgpu.strategies.by_microbatch import LoggedValues, deal_batch, join_outputs
+from lightning_mgpu.strategies.saving import SavingStrategy
 from lightning_mgpu.timeline import Timeline
 
 __all__ = ["PipelineStrategy"]
@@ -45,7 +45,7 @@ __all__ = ["PipelineStrategy"]
 _LOG_ARGUMENTS = tuple(inspect.signature(pl.LightningModule.log).parameters)[3:]
 
 
-class PipelineStrategy(SingleDeviceStrategy):
+class PipelineStrategy(SavingStrategy):
     """Trains, validates and predicts with a module cut into stages, one on each device (GPipe, Huang et al. 2019).
 
     The user's process is the *lead*: it runs the Trainer and holds the last stage; ``devices - 1`` worker processes hold the
@@ -72,6 +72,9 @@ class PipelineStrategy(SingleDeviceStrategy):
         workers: worker processes to use, which are left running; by default the strategy starts its own and ends them with
             the Trainer.
         start_timeout_s: seconds to wait for worker processes to start.
+        save_distributed_checkpoint: whether a checkpoint is a folder of ``torch.distributed.checkpoint`` to which each process
+            writes what it owns, instead of one file that the lead writes.
+        async_save: whether checkpoints are written by a thread while training goes on, from a copy made at once.
         accelerator, checkpoint_io, precision_plugin: as in Lightning's strategies.
 
     Raises:
@@ -96,6 +99,8 @@ class PipelineStrategy(SingleDeviceStrategy):
         timeline: bool | str | Path = False,
         workers: Workers | None = None,
         start_timeout_s: float = 300.0,
+        save_distributed_checkpoint: bool = False,
+        async_save: bool = False,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -119,6 +124,8 @@ class PipelineStrategy(SingleDeviceStrategy):
         self.module = module
         self.self_check: bool | Literal["auto"] = self_check
         self.start_timeout_s = start_timeout_s
+        self.save_distributed_checkpoint = save_distributed_checkpoint
+        self.async_save = async_save
         self._timeline_option = timeline
         self._timeline: Timeline | None = None
         self._workers = workers
@@ -235,6 +242,7 @@ class PipelineStrategy(SingleDeviceStrategy):
         root = self.lightning_module
         assert root is not None
         self._check_before_start()
+        self.check_restored_optimizers()
         for optimizer in self.optimizers:
             check_optimizer(optimizer, self.num_stages)
         lead = Lead(
@@ -247,6 +255,7 @@ class PipelineStrategy(SingleDeviceStrategy):
             activation_checkpointing=self.activation_checkpointing,
         )
         lead.optimizers.faces = list(self.optimizers)
+        lead.origins = self.origins
         lead.expects_training = trainer.state.fn == TrainerFn.FITTING
         lead.timed = bool(self._timeline_option)
         self._attachment = Attachment(lead, module=self.module, leave=lambda m: isinstance(m, Metric))
@@ -266,12 +275,10 @@ class PipelineStrategy(SingleDeviceStrategy):
                 lead.patches.put(wrapper, name, partial(_instead, getattr(optimizer, name)))
 
         def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            with lead.resumed():
-                lead.optimizers.clip(_parameters(optimizer), max_norm=float(clip_val))
+            lead.optimizers.gradients.clip_norm(_parameters(optimizer), float(clip_val))
 
         def by_value(optimizer: Optimizer, clip_val: float) -> None:
-            with lead.resumed():
-                lead.optimizers.clip(_parameters(optimizer), bound=float(clip_val))
+            lead.optimizers.gradients.clip_value(_parameters(optimizer), float(clip_val))
 
         root = self.lightning_module
         assert root is not None
@@ -279,6 +286,11 @@ class PipelineStrategy(SingleDeviceStrategy):
             lead.patches.put(root, "log", self._log)
         lead.patches.put(self.precision_plugin, "clip_grad_by_norm", partial(_instead, by_norm))
         lead.patches.put(self.precision_plugin, "clip_grad_by_value", partial(_instead, by_value))
+
+    @property
+    @override
+    def running_lead(self) -> Lead | None:
+        return None if self._attachment is None else self._attachment.lead
 
     @property
     def lead(self) -> Lead:

@@ -183,7 +183,10 @@ def test_an_exception_in_an_optimizers_step(stage: int, shape: tuple[int, ...], 
     with pytest.raises((StageError, ValueError)) as caught, promptly(witness):
         on_stages(workers, callbacks=[witness]).fit(module, batches(marked=False))
     assert str(caught.value) == (
-        fuses.TEXT if stage == 1 else f"stage 0 of 2 (cpu) failed (optimizer step): ValueError: {fuses.TEXT}"
+        fuses.TEXT
+        if stage == 1
+        else f"stage 0 of 2 (cpu) failed (optimizer step): ValueError: {fuses.TEXT}; other stages may have made the step, so "
+        "the weights of the stages may be one step apart: load a checkpoint before going on"
     )
     assert witness.exceptions == [caught.value]
     assert_whole(module, weights_of(module))

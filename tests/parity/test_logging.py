@@ -1,0 +1,392 @@
+"""Whatever is logged, however it is logged, shows the same values, once, under the same names as on one device."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.loggers import CSVLogger, Logger
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchmetrics import MaxMetric, MeanAbsoluteError, MeanMetric, MeanSquaredError, MetricCollection
+from typing_extensions import override
+
+from lightning_mgpu.errors import RecordingError
+from tests.parity.layouts import Layouts, MakeTrainer
+from tests.zoo.data import vector_splits, vectors, vectors_in_batches_of
+from tests.zoo.steps import Mlp
+
+
+class Sheet(Logger):
+    """Keeps every row it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[tuple[int | None, dict[str, float]]] = []
+        self.hyperparameters: Any = None
+
+    @property
+    @override
+    def name(self) -> str:
+        return "sheet"
+
+    @property
+    @override
+    def version(self) -> int:
+        return 0
+
+    @override
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append((step, dict(metrics)))
+
+    @override
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        self.hyperparameters = dict(params)
+
+
+class Bars(Callback):
+    """Keeps what a progress bar would show, and what callbacks can read, after every batch."""
+
+    def __init__(self) -> None:
+        self.shown: list[dict[str, Any]] = []
+        self.readable: list[dict[str, Tensor]] = []
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.shown.append(dict(trainer.progress_bar_metrics))
+        self.readable.append(dict(trainer.callback_metrics))
+
+    on_validation_end = on_train_batch_end
+
+
+class Noting(Mlp):
+    """Lets a test say what its steps note of the loss."""
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        self.note(loss, "train")
+        return loss
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        x, y = batch
+        self.note(F.mse_loss(self(x), y), "val")
+
+    test_step = validation_step
+
+    def note(self, loss: Tensor, stage: str) -> None:
+        """Logs."""
+
+
+class NotesInEveryWay(Noting):
+    """Uses each option of ``self.log``."""
+
+    @override
+    def note(self, loss: Tensor, stage: str) -> None:
+        self.log(f"{stage}_plain", loss)
+        self.log(f"{stage}_bar", loss, prog_bar=True)
+        self.log(f"{stage}_unlogged", loss, logger=False)
+        self.log(f"{stage}_both", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log(f"{stage}_step", loss, on_step=True, on_epoch=False)
+        self.log(f"{stage}_epoch", loss, on_step=False, on_epoch=True)
+        for reduction in ("mean", "avg", "sum", "min", "max", torch.mean, torch.sum, max, min):
+            named = reduction if isinstance(reduction, str) else f"{reduction.__name__}_function"
+            self.log(f"{stage}_{named}", loss, on_step=False, on_epoch=True, reduce_fx=reduction)
+        self.log(f"{stage}_synced", loss, on_step=False, on_epoch=True, sync_dist=True)
+        self.log(f"{stage}_weighted", loss, on_step=False, on_epoch=True, batch_size=1 + self.global_step)
+        self.log(f"{stage}_first_rank", loss, rank_zero_only=True)
+        self.log(f"{stage}_differentiable", loss, enable_graph=True)
+        self.log(f"{stage}_number", 1.5, on_step=False, on_epoch=True)
+        self.log_dict({f"{stage}_a": loss, f"{stage}_b": loss.square()}, on_step=True, on_epoch=True)
+
+
+def log(make: MakeTrainer, module: type[LightningModule], **kwargs: Any) -> dict[str, Any]:
+    """Trains, validates and tests, and collects whatever was logged."""
+    sheet, bars = Sheet(), Bars()
+    trainer = make(
+        **{"max_epochs": 2, "logger": sheet, "log_every_n_steps": 1, "callbacks": [bars], **kwargs},
+    )
+    made, data = module(), vector_splits()
+    trainer.fit(made, data)
+    validated = trainer.validate(made, data, verbose=False)
+    tested = trainer.test(made, data.val_dataloader(), verbose=False)
+    return {
+        "rows": sheet.rows,
+        "shown": bars.shown,
+        "readable": bars.readable,
+        "logged": dict(trainer.logged_metrics),
+        "validated": validated,
+        "tested": tested,
+    }
+
+
+def test_every_option_of_log(layouts: Layouts) -> None:
+    seen = layouts.same(lambda make: log(make, NotesInEveryWay))
+    names = {name for _, row in seen["rows"] for name in row}
+    assert {"train_both_step", "train_both_epoch", "val_sum", "train_a_epoch", "train_max_function"} <= names
+    assert "train_unlogged" not in names
+    assert any("train_unlogged" in readable for readable in seen["readable"])
+    shown = {name for row in seen["shown"] for name in row}
+    assert {"train_bar", "train_both_step", "train_both_epoch", "val_bar"} <= shown
+    assert not {"train_plain", "val_plain", "train_unlogged"} & shown
+    assert seen["tested"][0].keys() == seen["validated"][0].keys()
+
+
+def test_log_every_n_steps(layouts: Layouts) -> None:
+    seen = layouts.same(lambda make: log(make, NotesInEveryWay, log_every_n_steps=2))
+    assert [step for step, row in seen["rows"] if "train_step" in row] == [1, 3, 5]
+
+
+class NotesByCallable(Noting):
+    @override
+    def note(self, loss: Tensor, stage: str) -> None:
+        self.log(f"{stage}_median", loss, on_step=False, on_epoch=True, reduce_fx=torch.median)
+
+
+def test_a_reduction_of_ones_own_is_lightnings_error(layouts: Layouts) -> None:
+    def refusal(make: MakeTrainer) -> str:
+        with pytest.raises(Exception, match=r"Only `self.log\(..., reduce_fx={min,max,mean,sum}\)` are supported") as caught:
+            log(make, NotesByCallable)
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    layouts.same(refusal)
+
+
+# -- metric objects ----------------------------------------------------------------------------------------------------
+
+
+class WithMetrics(Noting):
+    """Logs metric objects of its own, of a list, of a child, and a collection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanAbsoluteError()
+        self.largest = MaxMetric()
+        self.several = nn.ModuleList([MeanSquaredError(), MeanMetric()])
+        self.group = MetricCollection({"mse": MeanSquaredError(), "mae": MeanAbsoluteError()}, prefix="group_")
+        self.val_group = self.group.clone(prefix="val_group_")
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        forecast = self(x)
+        loss = F.mse_loss(forecast, y)
+        self.log("error", self.error(forecast, y), on_step=True, on_epoch=True)
+        self.largest.update(loss)
+        self.log("largest", self.largest, on_step=False, on_epoch=True, metric_attribute="largest")
+        self.several[0].update(forecast.detach(), y)
+        self.several[1](loss)
+        self.log("listed", self.several[1], on_step=True, on_epoch=True)
+        self.group.update(forecast.detach(), y)
+        self.log_dict(self.group, on_step=False, on_epoch=True)
+        return loss
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        x, y = batch
+        self.val_group.update(self(x), y)
+
+    test_step = validation_step
+
+    @override
+    def on_train_epoch_end(self) -> None:
+        self.log("computed", self.several[0].compute())
+        self.several[0].reset()
+
+    @override
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.val_group.compute(), prog_bar=True)
+        self.val_group.reset()
+
+    on_test_epoch_end = on_validation_epoch_end
+
+
+def test_metric_objects(layouts: Layouts) -> None:
+    seen = layouts.same(lambda make: log(make, WithMetrics))
+    names = {name for _, row in seen["rows"] for name in row}
+    assert {"largest", "listed_step", "listed_epoch", "group_mse", "group_mae", "computed", "val_group_mse"} <= names
+
+
+class NamesAnotherMetric(Noting):
+    """Logs a metric that is no attribute of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanMetric()
+
+    @override
+    def note(self, loss: Tensor, stage: str) -> None:
+        stray = MeanMetric()
+        stray(loss.detach())
+        self.log("stray", stray)
+
+
+def test_a_metric_that_is_no_attribute_is_lightnings_error(layouts: Layouts) -> None:
+    def refusal(make: MakeTrainer) -> str:
+        with pytest.raises(Exception, match="Could not find the `LightningModule` attribute for the") as caught:
+            log(make, NamesAnotherMetric)
+        return str(caught.value)
+
+    layouts.same(refusal)
+
+
+class MetricInPipelinedRoot(Mlp):
+    """Is pipelined itself, and feeds a metric among its children in its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = nn.ModuleDict({"in_train": MeanSquaredError(), "in_val": MeanSquaredError()})
+
+    @override
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.measure(batch, "train")
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.measure(batch, "val")
+
+    def measure(self, batch: tuple[Tensor, Tensor], stage: str) -> Tensor:
+        x, y = batch
+        forecast = self(x)
+        self.metrics[f"in_{stage}"](forecast.detach(), y)
+        self.log(f"{stage}_mse", self.metrics[f"in_{stage}"], on_step=False, on_epoch=True)
+        return F.mse_loss(forecast, y)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_metrics_among_the_children_of_the_pipelined_module(num_stages: int, layouts: Layouts) -> None:
+    def observe(make: MakeTrainer) -> Any:
+        sheet, module = Sheet(), MetricInPipelinedRoot()
+        trainer = make(max_epochs=2, logger=sheet)
+        trainer.fit(module, vector_splits())
+        return sheet.rows, dict(trainer.callback_metrics), dict(module.state_dict())
+
+    layouts.same(observe, num_stages)
+
+
+# -- several loaders ---------------------------------------------------------------------------------------------------
+
+
+class NotesByLoader(Noting):
+    """Logs with and without the loader's number."""
+
+    @override
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        x, y = batch
+        loss = F.mse_loss(self(x), y)
+        self.log("numbered", loss)
+        self.log(f"named_{dataloader_idx}", loss, add_dataloader_idx=False)
+
+    test_step = validation_step
+
+
+def test_add_dataloader_idx(layouts: Layouts) -> None:
+    def observe(make: MakeTrainer) -> Any:
+        sheet, module = Sheet(), NotesByLoader()
+        trainer = make(max_epochs=1, logger=sheet)
+        loaders = [vectors_in_batches_of(8, 6), vectors_in_batches_of(8, 3, 5)]
+        trainer.fit(module, vectors(), loaders)
+        return sheet.rows, dict(trainer.callback_metrics), trainer.test(module, loaders, verbose=False)
+
+    _, callbacks, tested = layouts.same(observe)
+    assert {"numbered/dataloader_idx_0", "numbered/dataloader_idx_1", "named_0", "named_1"} <= callbacks.keys()
+    assert [sorted(each) for each in tested] == [
+        ["named_0", "numbered/dataloader_idx_0"],
+        ["named_1", "numbered/dataloader_idx_1"],
+    ]
+
+
+# -- loggers and writers -----------------------------------------------------------------------------------------------
+
+
+class WithHyperparameters(NotesInEveryWay):
+    def __init__(self, width: int = 16, name: str = "mlp") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_csv_logger(layouts: Layouts, tmp_path: Path) -> None:
+    def observe(make: MakeTrainer) -> Any:
+        logger = CSVLogger(tmp_path / str(len(list(tmp_path.iterdir()))), flush_logs_every_n_steps=1)
+        log(make, WithHyperparameters, logger=logger)
+        folder = Path(logger.log_dir)
+        with (folder / "metrics.csv").open() as file:
+            rows = [{k: float(v) if v else v for k, v in row.items()} for row in csv.DictReader(file)]
+        return rows, (folder / "hparams.yaml").read_text()
+
+    rows, hyperparameters = layouts.same(observe)
+    assert len(rows) > 8
+    assert "width: 16" in hyperparameters
+
+
+class Keeps(BasePredictionWriter):
+    """Keeps what it is told to write."""
+
+    def __init__(self, interval: Any) -> None:
+        super().__init__(interval)
+        self.by_batch: list[Any] = []
+        self.at_end: list[Any] = []
+
+    @override
+    def write_on_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        prediction: Any,
+        batch_indices: Sequence[int] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        self.by_batch.append((prediction, list(batch_indices or ()), batch_idx))
+
+    @override
+    def write_on_epoch_end(self, trainer: Trainer, pl_module: LightningModule, predictions: Any, batch_indices: Any) -> None:
+        self.at_end.append((list(predictions), batch_indices))
+
+
+class Predicts(Mlp):
+    @override
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        forecast: Tensor = self(batch[0])
+        return forecast
+
+
+@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+def test_prediction_writer(interval: str, layouts: Layouts) -> None:
+    def observe(make: MakeTrainer) -> Any:
+        writer = Keeps(interval)
+        returned = make(callbacks=[writer]).predict(Predicts(), vector_splits(), return_predictions=False)
+        assert returned is None
+        return {"by_batch": writer.by_batch, "at_end": writer.at_end, "interval": interval}
+
+    seen = layouts.same(observe)
+    assert bool(seen["by_batch"]) == ("batch" in interval)
+    assert bool(seen["at_end"]) == ("epoch" in interval)
+
+
+# -- where logging is refused ------------------------------------------------------------------------------------------
+
+
+class LogsInForward(Mlp):
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.log("largest", y.max())
+        return y
+
+
+def test_logging_inside_the_forward_is_refused(layouts: Layouts) -> None:
+    with layouts.lent() as make, pytest.raises(RecordingError) as caught:
+        make(max_steps=1).fit(LogsInForward(), vectors())
+    assert str(caught.value) == (
+        "the forward calls self.log, which a replayed forward would not do again; return the value and log it in the step"
+    )
