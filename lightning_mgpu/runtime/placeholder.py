@@ -43,6 +43,7 @@ class _Hidden:
     """Answers what is known of a tensor without its value, and raises for the rest."""
 
     where: ClassVar[dict[int, tuple[str, int]]] = {}
+    hooks: ClassVar[dict[int, Any]] = {}
     kept: ClassVar[bool] = False
 
     @classmethod
@@ -138,7 +139,25 @@ def hide(tensor: Tensor, name: str, stage: int) -> None:
         with torch.no_grad():
             tensor.grad = None
             tensor.data = _empty_like(tensor)
+        if tensor.is_leaf and tensor.requires_grad:
+            _Hidden.hooks[id(tensor)] = tensor.register_post_accumulate_grad_hook(_refuse_gradient)
     cover(tensor, name, stage, HiddenParameter if isinstance(tensor, nn.Parameter) else HiddenBuffer)
+
+
+def _refuse_gradient(tensor: Tensor) -> None:
+    """Raises where a graph made of the value that was here sends its gradient here, where it would be lost.
+
+    Raises:
+        PlacementError: with the name of the parameter, its stage and the remedy.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        tensor.grad = None
+    name, stage = _Hidden.where.get(id(tensor), ("?", -1))
+    raise PlacementError(
+        f"parameter {name!r} lives on stage {stage}, but the loss also depends on the value it had on the lead, inside "
+        "strategy.summon_parameters() or before the pipelined module was first called; that part of its gradient would be "
+        "lost. Make such a term part of the pipelined module's forward, or call the pipelined module first"
+    )
 
 
 def cover(tensor: Tensor, name: str, stage: int, kind: type[Any]) -> None:
@@ -156,6 +175,9 @@ def cover(tensor: Tensor, name: str, stage: int, kind: type[Any]) -> None:
 
 def uncover(tensor: Tensor) -> None:
     """Makes an ordinary tensor of a placeholder, whatever it holds."""
+    hook = _Hidden.hooks.pop(id(tensor), None)
+    if hook is not None:
+        hook.remove()
     tensor.__class__ = nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
     _Hidden.where.pop(id(tensor), None)
 
