@@ -126,6 +126,10 @@ class PipelineStrategy(SavingStrategy):
         self.start_timeout_s = start_timeout_s
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self.async_save = async_save
+        if isinstance(timeline, (str, Path)) and Path(timeline).suffix not in (".png", ".json"):
+            raise PartitionError(
+                f"timeline={str(timeline)!r} is neither a picture (.png) nor a trace (.json); name one of these"
+            )
         self._timeline_option = timeline
         self._timeline: Timeline | None = None
         self._workers = workers

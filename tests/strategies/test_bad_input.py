@@ -88,6 +88,10 @@ def line_of(module: Any, text: str) -> str:
             {"activation_checkpointing": "last"},
             "activation_checkpointing='last' is not possible; use True, False or \"all but last\"",
         ),
+        (
+            {"timeline": "trace.foo"},
+            "timeline='trace.foo' is neither a picture (.png) nor a trace (.json); name one of these",
+        ),
         ({"cuts": "fc2"}, "cuts='fc2' is one string; use a list of names, as in cuts=['fc2']"),
         ({"cuts": [3]}, 'cuts=[3] holds more than names; use names of modules, as in cuts=["fc1"]'),
     ],
