@@ -281,6 +281,9 @@ class Workers:
                 continue
             if isinstance(plane, Exception):
                 raise plane
+            for process in self._processes:  # one may have ended just after it was connected
+                if process.ended.is_set():
+                    raise self._start_error(process, f"{process.how_it_ended()} while it was connected") from None
             return plane
 
     def _start_error(self, process: _Process, how: str) -> WorkerStartError:

@@ -137,6 +137,7 @@ def test_a_worker_that_dies_while_it_is_connected(monkeypatch: pytest.MonkeyPatc
 
     def kill_and_connect(*args: Any, **kwargs: Any) -> DataPlane:
         os.kill(workers.pids[1], signal.SIGKILL)
+        assert workers._processes[1].ended.wait(10)  # as the lead notices it, however late it connects
         return DataPlane(*args, **kwargs)
 
     monkeypatch.setattr("lightning_mgpu.runtime.workers.DataPlane", kill_and_connect)
