@@ -21,12 +21,13 @@ def _device_types() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Ambient:
-    """Holds grad mode, inference mode and autocast (per device type: enabled, dtype) as plain values."""
+    """Holds grad mode, inference mode, autocast (per device type: enabled, dtype) and the default dtype as plain values."""
 
     grad: bool
     inference: bool
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
+    default_dtype: torch.dtype
 
     @classmethod
     def current(cls) -> Ambient:
@@ -36,6 +37,7 @@ class Ambient:
             torch.is_inference_mode_enabled(),
             tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _device_types()),
             torch.is_autocast_cache_enabled(),
+            torch.get_default_dtype(),
         )
 
     def without_inference(self) -> Ambient:
@@ -69,3 +71,5 @@ class Ambient:
             torch.set_autocast_enabled(device_type, enabled)
             torch.set_autocast_dtype(device_type, dtype)
         torch.set_autocast_cache_enabled(self.autocast_cache)
+        if self.default_dtype != torch.get_default_dtype():
+            torch.set_default_dtype(self.default_dtype)

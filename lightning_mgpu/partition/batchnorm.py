@@ -7,7 +7,8 @@ Chan, Golub and LeVeque (1979).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["DeferredStatistics", "is_deferred_module"]
+__all__ = ["DeferredStatistics", "by_any_momentum", "is_deferred_module"]
 
 _FUNCTION_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
@@ -23,6 +24,19 @@ _FUNCTION_ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias",
 def is_deferred_module(module: nn.Module) -> bool:
     """Says whether a module is a batch norm that keeps running statistics."""
     return isinstance(module, _BatchNorm) and module.running_mean is not None
+
+
+@contextmanager
+def by_any_momentum(module: Any) -> Iterator[None]:
+    """Lets a batch norm that averages over all batches (``momentum=None``) run while its count of them is no real number."""
+    if not is_deferred_module(module) or module.momentum is not None:
+        yield
+        return
+    module.momentum = 0.1
+    try:
+        yield
+    finally:
+        module.momentum = None
 
 
 @dataclass

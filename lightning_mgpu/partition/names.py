@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,12 +46,13 @@ class Names:
             self.aliases.setdefault(canonical, []).append(name)
 
     def current(self, name: str) -> Tensor:
-        """Returns the parameter or buffer that the module holds under a name now."""
+        """Returns the parameter or buffer that the module holds under a name now, or held when it still had the name."""
         owner, _, attribute = name.rpartition(".")
         module = self.module_at[owner]
-        registry: dict[str, Any] = module._parameters if attribute in module._parameters else module._buffers
-        found: Tensor = registry[attribute]
-        return found
+        for registry in (module._parameters, module._buffers):
+            if attribute in registry and (found := registry[attribute]) is not None:
+                return found
+        return self.tensors[name]
 
     @contextmanager
     def scratch_buffers(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from lightning_mgpu import tree
-from lightning_mgpu.errors import MgpuError, RecordingError
+from lightning_mgpu.errors import MgpuError, PlacementError, RecordingError
 from lightning_mgpu.microbatch import batch_sizes_of, num_microbatches_for, sizes_of
 from lightning_mgpu.partition.ambient import Ambient
 from lightning_mgpu.partition.assemble import make_stages
@@ -286,7 +286,14 @@ class Planner:
 
     def _record(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], answers: Sequence[Guard] | None) -> Recording:
         self.num_recordings += 1
-        with self._weights_for_promoted():
+        num_promoted = len(self.recorder.promoted)
+        try:
+            with self._weights_for_promoted():
+                return self.recorder.record(self.names.module_at[path], args, kwargs, answers=answers)
+        except PlacementError:
+            if len(self.recorder.promoted) == num_promoted:
+                raise
+        with self._weights_for_promoted():  # the first one was promoted just now, with its weights elsewhere
             return self.recorder.record(self.names.module_at[path], args, kwargs, answers=answers)
 
     @contextmanager

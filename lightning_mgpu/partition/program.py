@@ -7,7 +7,7 @@ A program holds only plain values and functions, so it can be pickled; the modul
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -169,7 +169,7 @@ class Program:
 
     def _modes(self, mode: int, *, inference: bool, grad: bool) -> Ambient:
         ambient = self.ambients[mode]
-        return Ambient(ambient.grad and grad, inference and not ambient.grad, ambient.autocast, ambient.autocast_cache)
+        return replace(ambient, grad=ambient.grad and grad, inference=inference and not ambient.grad)
 
     def changed_buffers(self) -> set[str]:
         """Names the buffers that a run changes, running statistics of batch norms aside."""

@@ -24,6 +24,7 @@ from lightning_mgpu import tree
 from lightning_mgpu.errors import RecordingError
 from lightning_mgpu.partition.ambient import Ambient
 from lightning_mgpu.partition.attributes import AttributeGuards, watched
+from lightning_mgpu.partition.batchnorm import by_any_momentum
 from lightning_mgpu.partition.changes import ModuleChanges, draws, preserved_rng, unrepeatable_text
 from lightning_mgpu.partition.fakes import Swap, fake_weights
 from lightning_mgpu.partition.graph import (
@@ -185,7 +186,8 @@ class RecordingRun(TorchFunctionMode):
         for name, tensor in self.names.tensors.items():
             if nn.parameter.is_lazy(tensor):
                 continue
-            present = self.names.current(name) if self.real else self.swap.fake_of.get(id(tensor), tensor)
+            current = self.names.current(name)  # another one by now, where a forward or the user has rebound a buffer
+            present = current if self.real else self.swap.fake_of.get(id(current), current)
             kind: Literal["parameter", "buffer"] = "parameter" if self.names.kinds[name] == "parameter" else "buffer"
             self._add(present, Source(kind, name), private=True)
             self.owned.setdefault(self.values[-1].storage, name)
@@ -450,7 +452,8 @@ class RecordingRun(TorchFunctionMode):
 
         def inside(*args: Any, **kwargs: Any) -> Any:
             if not real:
-                return plain(module, *args, **kwargs)
+                with by_any_momentum(module):
+                    return plain(module, *args, **kwargs)
             result, moved[:] = run_for_real(self.swap, module, plain, args, kwargs)
             return result
 

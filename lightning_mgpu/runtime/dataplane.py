@@ -160,9 +160,10 @@ class DataPlane:
             self.send(tensor, to)
 
     def receive_packed(self, packed: Packed, source: int) -> Packed:
-        """Receives the tensors of a packed object."""
-        receipts = [self.receive(h.shape, h.dtype, source, self._home_of(h)) for h in packed.headers]
-        tensors = [r.wait().requires_grad_(h.requires_grad) for r, h in zip(receipts, packed.headers, strict=True)]
+        """Receives the tensors of a packed object, ordinary ones also in inference mode."""
+        with torch.inference_mode(False):
+            receipts = [self.receive(h.shape, h.dtype, source, self._home_of(h)) for h in packed.headers]
+            tensors = [r.wait().requires_grad_(h.requires_grad) for r, h in zip(receipts, packed.headers, strict=True)]
         return Packed(packed.payload, packed.headers, tensors)
 
     def _home_of(self, header: TensorHeader) -> torch.device:

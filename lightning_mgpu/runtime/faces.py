@@ -44,9 +44,10 @@ def _step(optimizer: Optimizer, lead: Lead) -> _Make:
                 with torch.enable_grad():
                     loss = closure()  # may hold the first call of all, which places the parameters
             options = {key: value for key, value in kwargs.items() if key != "closure"}
-            if lead.placed:
-                with lead.resumed():
-                    lead.optimizers.step(optimizer, options)
+            now = lead.latest  # another one, where the closure found the module changed
+            if now.placed:
+                with now.resumed():
+                    now.optimizers.step(optimizer, options)
             else:
                 step_part(optimizer, options)
             for hook in itertools.chain(

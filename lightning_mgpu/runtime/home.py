@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_mgpu.errors import PlacementError
 from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.plan import CallPlan
+from lightning_mgpu.partition.recording import is_leaf_type
 from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.modes import Modes, modes_of
 from lightning_mgpu.runtime.pack import pack
@@ -62,6 +63,7 @@ class Home:
         """Starts over: workers know nothing, everything is here."""
         stages = self.lead.workers.stages
         self.away = False
+        self._hidden_buffers: list[str] = []
         self._sent: dict[int, set[str]] = {j: set() for j in stages}
         self._modules: dict[int, dict[int, str]] = {j: {} for j in stages}
         self.modes: dict[int, dict[str, Modes]] = {j: {} for j in stages}
@@ -103,7 +105,8 @@ class Home:
         values = {n: self._value(n).detach().requires_grad_(names.tensors[n].requires_grad) for n in wanted}
         primary = lead.planner.placement.primary
         made = [n for n in wanted if not is_unmade(names.tensors[n])]
-        gradients = {n: names.tensors[n].grad for n in made if primary(n) == stage and names.tensors[n].grad is not None}
+        mine = [n for n in made if names.kinds[n] == "parameter" and primary(n) == stage]
+        gradients = {n: names.tensors[n].grad for n in mine if names.tensors[n].grad is not None}
         packed = pack((values, gradients), what="parameters")
         lead.workers.tell(stage, m.Load(packed.header(), {n: names.kinds[n] for n in wanted}), packed)
         if len(made) < len(wanted) and lead.workers.plane is not None:
@@ -135,8 +138,35 @@ class Home:
         """Puts placeholders in the place of what lives elsewhere."""
         names, placement = self.lead.planner.names, self.lead.planner.placement
         for name in placement.away():
-            hide(names.current(name), name, max(placement.owners[name]))
+            tensor = names.tensors[name] if names.kinds[name] == "parameter" else names.current(name)
+            hide(tensor, name, max(placement.owners[name]))
+        self._hidden_buffers = [name for name in placement.away() if names.kinds[name] == "buffer"]
         self.away = True
+
+    def send_replaced(self) -> None:
+        """Sends owners the buffers that the user has put in the place of placeholders."""
+        names = self.lead.planner.names
+        replaced = [name for name in self._hidden_buffers if not is_hidden(names.current(name))]
+        if replaced:
+            for sent in self._sent.values():
+                sent.difference_update(replaced)
+            self.send_tensors()
+            self.hide()
+
+    def bring_attributes(self) -> None:
+        """Brings what torch's own layers have computed elsewhere and keep beside their weights, as a pruned layer does."""
+        for stage, modules in self._modules.items():
+            found = [(path, self.lead.planner.names.module_at[path]) for path in modules.values()]
+            asked = {
+                f"{path}.{name}": (module, name)
+                for path, module in found
+                for name, value in (vars(module).items() if is_leaf_type(module) else ())
+                if type(value) is Tensor
+            }
+            if asked:
+                [values] = self.lead.workers.collect([stage], "values", [list(asked)])
+                for key, (module, name) in asked.items():
+                    setattr(module, name, values[key])
 
     def send_back(self) -> None:
         """Sends owners all values and gradients as they are here now; an owner writes only what differs."""
@@ -171,9 +201,9 @@ class Home:
         """Gives hidden tensors their values back."""
         names = self.lead.planner.names
         for name, value in values.items():
-            tensor = names.current(name)
-            if is_hidden(tensor):
-                restore(tensor, value, gradients.get(name))
+            for tensor in (names.current(name), names.tensors[name]):  # two, where the user has put another in its place
+                if is_hidden(tensor):
+                    restore(tensor, value, gradients.get(name))
 
     def give_up(self) -> list[str]:
         """Fills what can't be brought home any more with NaN, so that nothing stale is taken for the truth.

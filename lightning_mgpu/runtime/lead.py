@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mgpu import tree
+from lightning_mgpu.errors import PlacementError
 from lightning_mgpu.partition.cut import CutRequest
 from lightning_mgpu.partition.gather import deal_inputs, finish, gather
 from lightning_mgpu.partition.plan import CallPlan, Planner
@@ -55,6 +56,8 @@ class Lead:
         recomputed: the stages that keep no activations, and are run again before their backwards.
         placed: whether parameters live with their stages now, rather than all on the lead.
         timed: whether calls are recorded for a timeline.
+        closed: whether it serves no more calls.
+        successor: the lead that took over when the module was changed.
     """
 
     def __init__(
@@ -85,6 +88,8 @@ class Lead:
         self.optimizers = OwnedOptimizers(self)
         self.expects_training = False
         self.timed = False
+        self.closed = False
+        self.successor: Lead | None = None
         self.events: list[Event] = []
         self.stage_names: tuple[str, ...] = ()
         self.attending: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -113,6 +118,11 @@ class Lead:
     def index(self) -> int:
         """The lead's own process."""
         return self.num_processes - 1
+
+    @property
+    def latest(self) -> Lead:
+        """The lead that serves now: this one, or the last of those that took over from it."""
+        return self if self.successor is None else self.successor.latest
 
     def stages_of(self, process: int) -> tuple[int, ...]:
         """Lists the stages of a process."""
@@ -341,6 +351,7 @@ class Lead:
     def tell_before_call(self, plan: CallPlan) -> None:
         """Tells workers what changed since the last call."""
         if self.num_processes > 1:
+            self.home.send_replaced()
             if plan.number != self._last_plan:
                 self._send_flags()
                 self._last_plan = plan.number
@@ -356,6 +367,11 @@ class Lead:
         accumulate: bool,
     ) -> list[dict[int, Tensor]]:
         """Runs the backward of a call over all stages and returns the gradients of its arguments per microbatch."""
+        if self.closed:
+            raise PlacementError(
+                "the backward of a call comes after the end of the Trainer call it was made in, or after a change of the "
+                "module's layers, parameters or hooks; differentiate the loss before that"
+            )
         wanted = any(c.has_gradient(g) for c, g in _pairs(call.first, given))
         with self.failures.guarded("backward"):
             self.workers.tell_all(m.Backward(call.number, given, retain, accumulate, wanted))
@@ -390,6 +406,7 @@ class Lead:
         with self.failures.guarded("gathering"):
             states = self.optimizers.collect()
             self.home.bring()
+            self.home.bring_attributes()
             self.home.stay()
         self.optimizers.take_home(states)
 
@@ -463,6 +480,7 @@ class Lead:
     def close(self) -> None:
         """Makes the module whole and forgets everything the workers have of it."""
         self.come_home()
+        self.closed = True
         self.step.close()
         if self.num_processes > 1 and self.workers.plane is not None and self.workers.alive:
             self.workers.tell_all(m.Reset(self.num_processes))

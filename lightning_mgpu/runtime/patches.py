@@ -49,6 +49,12 @@ class Patches:
         attributes[name] = Cover(obj, name, make(plain), plain)
         self._put.append((attributes, name, covered, attributes[name]))
 
+    def replace(self, obj: Any, name: str, value: Any) -> None:
+        """Puts a value in the place of an attribute."""
+        attributes = obj.__dict__
+        self._put.append((attributes, name, attributes.get(name, _MISSING), value))
+        attributes[name] = value
+
     def take_off(self) -> None:
         """Uncovers everything."""
         while self._put:

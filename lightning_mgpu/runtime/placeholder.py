@@ -95,7 +95,13 @@ def _text(hidden: Any, func: Any) -> str:
             f"{what} has no value yet, since it was built on the meta device; it gets one when the module that holds it is "
             "called, from a checkpoint (ckpt_path) or the module's reset_parameters"
         )
-    return f"{what} lives on stage {stage}; read it inside strategy.summon_parameters()"
+    text = f"{what} lives on stage {stage}; read it inside strategy.summon_parameters()"
+    if not of_gradient:
+        return text
+    return (
+        f"{text}, clip by self.clip_gradients(optimizer, ...) or torch.nn.utils.clip_grad_norm_(...), called by its full name, "
+        "or take the norm from strategy.gradient_norm()"
+    )
 
 
 def is_hidden(tensor: Tensor) -> bool:
@@ -136,7 +142,7 @@ def hide(tensor: Tensor, name: str, stage: int) -> None:
     if is_hidden(tensor) and _Hidden.where[id(tensor)][1] >= 0:
         return
     if not is_hidden(tensor):
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             tensor.grad = None
             tensor.data = _empty_like(tensor)
         if tensor.is_leaf and tensor.requires_grad:
@@ -191,6 +197,6 @@ def restore(tensor: Tensor, value: Tensor, gradient: Tensor | None = None) -> No
         gradient: its gradient, if any.
     """
     uncover(tensor)
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         tensor.data = value.to(tensor.device)
         tensor.grad = None if gradient is None else gradient.to(tensor.device)

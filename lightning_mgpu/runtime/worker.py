@@ -61,7 +61,8 @@ class WorkerStore:
         module = self.modules.get(owner)
         if module is not None and module._buffers.get(attribute) is not None:
             return module._buffers[attribute]  # type: ignore[return-value]
-        return self.tensors[name]
+        known = self.tensors.get(name)
+        return getattr(self.modules[owner], attribute) if known is None else known
 
     def set_buffer(self, name: str, value: Tensor) -> None:
         owner, _, attribute = name.rpartition(".")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_mgpu import tree
 from lightning_mgpu.errors import PartitionError, counted
 from lightning_mgpu.microbatch import check_num_microbatches, num_microbatches_for
 from lightning_mgpu.partition.cost import Balance, check_balance
@@ -36,7 +37,10 @@ from lightning_mgpu.runtime.lead import Lead
 from lightning_mgpu.runtime.separable import check_optimizer
 from lightning_mgpu.runtime.workers import Workers, threads_per_process
 from lightning_mgpu.schedule.catalog import SCHEDULES, schedule_named
+from lightning_mgpu.strategies.attended import attend_callbacks, attend_profiler, put_uncompiled_steps, warn_of_compiled
+from lightning_mgpu.strategies.averaging import cover_averaging
 from lightning_mgpu.strategies.by_microbatch import LoggedValues, deal_batch, join_outputs
+from lightning_mgpu.strategies.optimizing import cover_gradients, cover_wrappers, gradient_norm, replace_optimizers
 from lightning_mgpu.strategies.saving import SavingStrategy
 from lightning_mgpu.timeline import Timeline
 
@@ -139,6 +143,8 @@ class PipelineStrategy(SavingStrategy):
         self._num_threads: int | None = None
         self.num_nodes = 1  # the Trainer sets this and the next, since they are here
         self._layer_sync: LayerSync | None = None
+        self._num_steps_under_way = 0
+        self._profiled: Callable[[], None] = lambda: None
         self._logged: LoggedValues | None = None
 
     # -- devices ---------------------------------------------------------------------------------------------------
@@ -181,6 +187,8 @@ class PipelineStrategy(SavingStrategy):
         """Checks the devices and starts the workers, so that they start while data is prepared."""
         super().setup_environment()
         self._check_before_start()
+        assert self.lightning_module is not None
+        self._profiled = attend_profiler(self.lightning_module.trainer, len(self._stage_devices))
         self.workers.start()
 
     @property
@@ -247,6 +255,14 @@ class PipelineStrategy(SavingStrategy):
         assert root is not None
         self._check_before_start()
         self.check_restored_optimizers()
+        warn_of_compiled(root)
+        self._attach()
+
+    def _attach(self) -> None:
+        """Attaches the pipeline to the module as it is now."""
+        root = self.lightning_module
+        assert root is not None
+        trainer = root.trainer
         for optimizer in self.optimizers:
             check_optimizer(optimizer, self.num_stages)
         lead = Lead(
@@ -262,8 +278,24 @@ class PipelineStrategy(SavingStrategy):
         lead.origins = self.origins
         lead.expects_training = trainer.state.fn == TrainerFn.FITTING
         lead.timed = bool(self._timeline_option)
-        self._attachment = Attachment(lead, module=self.module, leave=lambda m: isinstance(m, Metric))
+        put_uncompiled_steps(root, lead.patches)
+        self._attachment = Attachment(
+            lead,
+            module=self.module,
+            leave=lambda m: isinstance(m, Metric),
+            in_step=lambda: self._num_steps_under_way > 0,
+            renew=self._renew,
+        )
         self._patch_lightning(lead)
+        attend_callbacks(trainer, lead)
+
+    def _renew(self) -> None:
+        """Starts over with a module whose layers, parameters or hooks were changed while the Trainer runs."""
+        attachment, self._attachment = self._attachment, None
+        assert attachment is not None
+        attachment.detach()
+        self._attach()
+        self.lead.events, attachment.lead.successor = attachment.lead.events, self.lead
 
     def _share_threads(self) -> None:
         """Leaves the workers their share of the cores while a Trainer call runs, unless the user asked for less or decided."""
@@ -274,22 +306,13 @@ class PipelineStrategy(SavingStrategy):
 
     def _patch_lightning(self, lead: Lead) -> None:
         """Answers what Lightning's own objects would do with parameters and gradients of other stages."""
-        for wrapper, optimizer in zip(self._lightning_optimizers, self.optimizers, strict=True):
-            for name in ("zero_grad", "state_dict", "load_state_dict"):
-                lead.patches.put(wrapper, name, partial(_instead, getattr(optimizer, name)))
-
-        def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            lead.optimizers.gradients.clip_norm(_parameters(optimizer), float(clip_val))
-
-        def by_value(optimizer: Optimizer, clip_val: float) -> None:
-            lead.optimizers.gradients.clip_value(_parameters(optimizer), float(clip_val))
-
         root = self.lightning_module
         assert root is not None
+        cover_wrappers(lead, self._lightning_optimizers, self.optimizers)
+        cover_gradients(lead, root, self.precision_plugin)
+        cover_averaging(lead, root, root.trainer.callbacks)  # type: ignore[attr-defined]
         if self.schedule.scope == "microbatch":
             lead.patches.put(root, "log", self._log)
-        lead.patches.put(self.precision_plugin, "clip_grad_by_norm", partial(_instead, by_norm))
-        lead.patches.put(self.precision_plugin, "clip_grad_by_value", partial(_instead, by_value))
 
     @property
     @override
@@ -312,9 +335,21 @@ class PipelineStrategy(SavingStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         plain = super().training_step
-        output = plain(*args, **kwargs) if self.schedule.scope == "batch" else self._by_microbatch(plain, *args, **kwargs)
-        self._check_used("training_step")
+        with self._step():
+            output = plain(*args, **kwargs) if self.schedule.scope == "batch" else self._by_microbatch(plain, *args, **kwargs)
+        self._check_used("training_step", output)
         return output
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
+        """Lets the calls of a block place parameters. The module may have been changed since the last one."""
+        if self._attachment is not None and not self._attachment.holds():
+            self._renew()
+        self._num_steps_under_way += 1
+        try:
+            yield
+        finally:
+            self._num_steps_under_way -= 1
 
     def _by_microbatch(self, plain: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Runs the step once per microbatch, in the schedule's order."""
@@ -352,24 +387,47 @@ class PipelineStrategy(SavingStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output = super().validation_step(*args, **kwargs)
-        self._check_used("validation_step")
+        with self._step():
+            output = super().validation_step(*args, **kwargs)
+        self._check_used("validation_step", output)
         return output
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        output = super().test_step(*args, **kwargs)
-        self._check_used("test_step")
+        with self._step():
+            output = super().test_step(*args, **kwargs)
+        self._check_used("test_step", output)
         return output
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().predict_step(*args, **kwargs)
-        self._check_used("predict_step")
+        with self._step():
+            output = super().predict_step(*args, **kwargs)
+        self._check_used("predict_step", output)
         return output
 
-    def _check_used(self, what: str) -> None:
-        if self._attachment is not None:
+    def _check_used(self, what: str, output: Any) -> None:
+        if self._attachment is not None and output is not None:  # nothing comes of a step that is skipped, or that only logs
+            self._attachment.check_used(what)
+
+    @override
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._check_evaluated("validation_step")
+
+    @override
+    def on_test_end(self) -> None:
+        super().on_test_end()
+        self._check_evaluated("test_step")
+
+    @override
+    def on_predict_end(self) -> None:
+        super().on_predict_end()
+        self._check_evaluated("predict_step")
+
+    def _check_evaluated(self, what: str) -> None:
+        root = self.lightning_module
+        if self._attachment is not None and root is not None and root.trainer.state.fn != TrainerFn.FITTING:
             self._attachment.check_used(what)
 
     # -- parameters and state --------------------------------------------------------------------------------------
@@ -386,6 +444,42 @@ class PipelineStrategy(SavingStrategy):
             return
         with self._attachment.lead.summoned():
             yield
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Returns a copy of the whole module's state dict, with the values and names it has on one device."""
+        root = self.lightning_module
+        assert root is not None
+        return tree.map_tensors(lambda t: t.detach().clone(), dict(root.state_dict()))  # type: ignore[no-any-return]
+
+    def gradient_norm(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor] | None = None, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Returns the norm of gradients over all stages, as one vector; a shared parameter counts once.
+
+        Args:
+            parameters: whose gradients; by default those of the whole module.
+            norm_type: which norm; ``float("inf")`` for the largest absolute value.
+
+        Returns:
+            The norm, of no dimensions; zero where there is no gradient.
+        """
+        root = self.lightning_module
+        assert root is not None
+        chosen = root.parameters() if parameters is None else parameters
+        listed = [chosen] if isinstance(chosen, torch.Tensor) else chosen
+        return gradient_norm(self.running_lead, listed, float(norm_type))
+
+    @property
+    @override
+    def optimizers(self) -> list[Optimizer]:
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Optimizer]) -> None:
+        lead = self.running_lead
+        SavingStrategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        if lead is not None:
+            replace_optimizers(lead, self._lightning_optimizers, optimizers)
 
     # -- the timeline ----------------------------------------------------------------------------------------------
 
@@ -427,6 +521,7 @@ class PipelineStrategy(SavingStrategy):
                 finally:
                     attachment.detach()
         finally:
+            self._profiled()
             num_threads, self._num_threads = self._num_threads, None
             if num_threads is not None:
                 torch.set_num_threads(num_threads)
@@ -445,14 +540,6 @@ class PipelineStrategy(SavingStrategy):
 def _loss_of(output: Any) -> torch.Tensor | None:
     loss: torch.Tensor | None = output["loss"] if isinstance(output, Mapping) else output
     return loss
-
-
-def _instead(method: Callable[..., Any], _: Callable[..., Any]) -> Callable[..., Any]:
-    return method
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _unknown_module_text(module: str, names: Names) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from typing_extensions import override
 
 from lightning_mgpu.errors import PlacementError
@@ -21,6 +22,10 @@ from tests.zoo.steps import AdamWMlp
 
 Act = Callable[[Trainer, LightningModule], None]
 TEXT = "parameter 'fc1.weight' lives on stage 0; read it inside strategy.summon_parameters()"
+GRADIENT_TEXT = (
+    f"the gradient of {TEXT}, clip by self.clip_gradients(optimizer, ...) or torch.nn.utils.clip_grad_norm_(...), called by "
+    "its full name, or take the norm from strategy.gradient_norm()"
+)
 STEP = 2
 
 
@@ -68,7 +73,7 @@ READS: dict[str, Callable[[Any, LightningModule, Trainer], Any]] = {
     "deepcopy": lambda p, *_: copy.deepcopy(p),
     "deepcopy of a list": lambda p, *_: copy.deepcopy([p]),
     "writing": lambda p, *_: nn.init.zeros_(p),
-    "clip_grad_norm_": lambda _, module, __: nn.utils.clip_grad_norm_(module.parameters(), 1.0),
+    "clip_grad_norm_ by a name of its own": lambda _, module, __: clip_grad_norm_(module.parameters(), 1.0),
     "an optimizer of the user's own": lambda p, *_: torch.optim.SGD([p], lr=0.1).step(),
     "averaging": lambda _, module, __: nn.utils.parameters_to_vector(module.parameters()),
 }
@@ -81,7 +86,7 @@ def test_a_read_during_training_says_where_the_value_is(
     def act(trainer: Trainer, module: LightningModule) -> None:
         with pytest.raises(PlacementError) as caught:
             read(module.fc1.weight, module, trainer)
-        assert str(caught.value) in (TEXT, f"the gradient of {TEXT}")
+        assert str(caught.value) in (TEXT, GRADIENT_TEXT)
 
     workers = spare_workers.running(2)
     module = fit(act, lambda **kwargs: on_stages(workers, **kwargs))
