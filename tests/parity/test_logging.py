@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
-from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MaxMetric, MeanAbsoluteError, MeanMetric, MeanSquaredError, MetricCollection
@@ -19,113 +13,9 @@ from typing_extensions import override
 
 from lightning_mgpu.errors import RecordingError
 from tests.parity.layouts import Layouts, MakeTrainer
+from tests.parity.noting import NotesInEveryWay, Noting, Sheet, log
 from tests.zoo.data import vector_splits, vectors, vectors_in_batches_of
 from tests.zoo.steps import Mlp
-
-
-class Sheet(Logger):
-    """Keeps every row it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[tuple[int | None, dict[str, float]]] = []
-        self.hyperparameters: Any = None
-
-    @property
-    @override
-    def name(self) -> str:
-        return "sheet"
-
-    @property
-    @override
-    def version(self) -> int:
-        return 0
-
-    @override
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.rows.append((step, dict(metrics)))
-
-    @override
-    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        self.hyperparameters = dict(params)
-
-
-class Bars(Callback):
-    """Keeps what a progress bar would show, and what callbacks can read, after every batch."""
-
-    def __init__(self) -> None:
-        self.shown: list[dict[str, Any]] = []
-        self.readable: list[dict[str, Tensor]] = []
-
-    @override
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.shown.append(dict(trainer.progress_bar_metrics))
-        self.readable.append(dict(trainer.callback_metrics))
-
-    on_validation_end = on_train_batch_end
-
-
-class Noting(Mlp):
-    """Lets a test say what its steps note of the loss."""
-
-    @override
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        x, y = batch
-        loss = F.mse_loss(self(x), y)
-        self.note(loss, "train")
-        return loss
-
-    @override
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
-        x, y = batch
-        self.note(F.mse_loss(self(x), y), "val")
-
-    test_step = validation_step
-
-    def note(self, loss: Tensor, stage: str) -> None:
-        """Logs."""
-
-
-class NotesInEveryWay(Noting):
-    """Uses each option of ``self.log``."""
-
-    @override
-    def note(self, loss: Tensor, stage: str) -> None:
-        self.log(f"{stage}_plain", loss)
-        self.log(f"{stage}_bar", loss, prog_bar=True)
-        self.log(f"{stage}_unlogged", loss, logger=False)
-        self.log(f"{stage}_both", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log(f"{stage}_step", loss, on_step=True, on_epoch=False)
-        self.log(f"{stage}_epoch", loss, on_step=False, on_epoch=True)
-        for reduction in ("mean", "avg", "sum", "min", "max", torch.mean, torch.sum, max, min):
-            named = reduction if isinstance(reduction, str) else f"{reduction.__name__}_function"
-            self.log(f"{stage}_{named}", loss, on_step=False, on_epoch=True, reduce_fx=reduction)
-        self.log(f"{stage}_synced", loss, on_step=False, on_epoch=True, sync_dist=True)
-        self.log(f"{stage}_weighted", loss, on_step=False, on_epoch=True, batch_size=1 + self.global_step)
-        self.log(f"{stage}_first_rank", loss, rank_zero_only=True)
-        self.log(f"{stage}_differentiable", loss, enable_graph=True)
-        self.log(f"{stage}_number", 1.5, on_step=False, on_epoch=True)
-        self.log_dict({f"{stage}_a": loss, f"{stage}_b": loss.square()}, on_step=True, on_epoch=True)
-
-
-def log(make: MakeTrainer, module: type[LightningModule], **kwargs: Any) -> dict[str, Any]:
-    """Trains, validates and tests, and collects whatever was logged."""
-    sheet, bars = Sheet(), Bars()
-    trainer = make(
-        **{"max_epochs": 2, "logger": sheet, "log_every_n_steps": 1, "callbacks": [bars], **kwargs},
-    )
-    made, data = module(), vector_splits()
-    trainer.fit(made, data)
-    validated = trainer.validate(made, data, verbose=False)
-    tested = trainer.test(made, data.val_dataloader(), verbose=False)
-    return {
-        "rows": sheet.rows,
-        "shown": bars.shown,
-        "readable": bars.readable,
-        "logged": dict(trainer.logged_metrics),
-        "validated": validated,
-        "tested": tested,
-    }
 
 
 def test_every_option_of_log(layouts: Layouts) -> None:
@@ -302,75 +192,6 @@ def test_add_dataloader_idx(layouts: Layouts) -> None:
         ["named_0", "numbered/dataloader_idx_0"],
         ["named_1", "numbered/dataloader_idx_1"],
     ]
-
-
-# -- loggers and writers -----------------------------------------------------------------------------------------------
-
-
-class WithHyperparameters(NotesInEveryWay):
-    def __init__(self, width: int = 16, name: str = "mlp") -> None:
-        super().__init__()
-        self.save_hyperparameters()
-
-
-def test_csv_logger(layouts: Layouts, tmp_path: Path) -> None:
-    def observe(make: MakeTrainer) -> Any:
-        logger = CSVLogger(tmp_path / str(len(list(tmp_path.iterdir()))), flush_logs_every_n_steps=1)
-        log(make, WithHyperparameters, logger=logger)
-        folder = Path(logger.log_dir)
-        with (folder / "metrics.csv").open() as file:
-            rows = [{k: float(v) if v else v for k, v in row.items()} for row in csv.DictReader(file)]
-        return rows, (folder / "hparams.yaml").read_text()
-
-    rows, hyperparameters = layouts.same(observe)
-    assert len(rows) > 8
-    assert "width: 16" in hyperparameters
-
-
-class Keeps(BasePredictionWriter):
-    """Keeps what it is told to write."""
-
-    def __init__(self, interval: Any) -> None:
-        super().__init__(interval)
-        self.by_batch: list[Any] = []
-        self.at_end: list[Any] = []
-
-    @override
-    def write_on_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        prediction: Any,
-        batch_indices: Sequence[int] | None,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int,
-    ) -> None:
-        self.by_batch.append((prediction, list(batch_indices or ()), batch_idx))
-
-    @override
-    def write_on_epoch_end(self, trainer: Trainer, pl_module: LightningModule, predictions: Any, batch_indices: Any) -> None:
-        self.at_end.append((list(predictions), batch_indices))
-
-
-class Predicts(Mlp):
-    @override
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        forecast: Tensor = self(batch[0])
-        return forecast
-
-
-@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
-def test_prediction_writer(interval: str, layouts: Layouts) -> None:
-    def observe(make: MakeTrainer) -> Any:
-        writer = Keeps(interval)
-        returned = make(callbacks=[writer]).predict(Predicts(), vector_splits(), return_predictions=False)
-        assert returned is None
-        return {"by_batch": writer.by_batch, "at_end": writer.at_end, "interval": interval}
-
-    seen = layouts.same(observe)
-    assert bool(seen["by_batch"]) == ("batch" in interval)
-    assert bool(seen["at_end"]) == ("epoch" in interval)
 
 
 # -- where logging is refused ------------------------------------------------------------------------------------------

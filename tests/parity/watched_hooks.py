@@ -67,7 +67,16 @@ def _telling(plain: Any, name: str, note: Note) -> Any:
 
 
 class Everything(Mlp):
-    """Trains, validates, tests and predicts, with a schedule."""
+    """Trains, validates, tests and predicts, with a schedule, over four layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(16, 16)
+
+    @override
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc3(torch.tanh(self.more(torch.tanh(self.fc2(torch.tanh(self.fc1(x)))))))
+        return y
 
     @override
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
