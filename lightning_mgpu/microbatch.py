@@ -35,14 +35,21 @@ def check_num_microbatches(num_microbatches: int | Literal["auto"]) -> int | Lit
     return num_microbatches
 
 
-def num_microbatches_for(num_microbatches: int | Literal["auto"], num_stages: int, batch_size: int) -> int:
+def num_microbatches_for(
+    num_microbatches: int | Literal["auto"], num_stages: int, batch_size: int, *, num_replicas: int = 1
+) -> int:
     """Chooses the number of microbatches of one batch: never more than it has rows.
 
-    ``"auto"`` means four per stage, the number from which GPipe (Huang et al. 2019, section 2.3) found the bubble
-    negligible.
+    Args:
+        num_microbatches: microbatches of each replica. ``"auto"`` means four per stage, the number from which GPipe (Huang et
+            al. 2019, section 2.3) found the bubble negligible; and one where there is but one stage.
+        num_stages: stages that follow each other.
+        batch_size: rows of the batch.
+        num_replicas: copies of the pipeline that share the batch.
     """
-    wanted = MICROBATCHES_PER_STAGE * num_stages if num_microbatches == "auto" else num_microbatches
-    return max(1, min(wanted, batch_size))
+    automatic = MICROBATCHES_PER_STAGE * num_stages if num_stages > 1 else 1
+    wanted = automatic if num_microbatches == "auto" else num_microbatches
+    return max(1, min(wanted * num_replicas, batch_size))
 
 
 def sizes_of(batch_size: int, num_microbatches: int) -> tuple[int, ...]:

@@ -33,6 +33,7 @@ class Event:
         start_s: when it began.
         end_s: when it ended.
         call: number of the remote call it belongs to; a forward phase and its backward share one.
+        replica: index of the copy of the pipeline, where there are several.
     """
 
     stage: int
@@ -41,6 +42,7 @@ class Event:
     start_s: float
     end_s: float
     call: int
+    replica: int = 0
 
     def __post_init__(self) -> None:
         if self.stage < 0:
@@ -86,8 +88,17 @@ class Timeline:
 
     @property
     def num_processes(self) -> int:
-        """The number of processes that hold the stages."""
+        """The number of processes that hold one copy of the stages."""
         return max(self.homes) + 1 if self.homes else self.num_stages
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of copies of the pipeline that the events tell of."""
+        return max((event.replica for event in self.events), default=0) + 1
+
+    def row_of(self, event: Event) -> int:
+        """Returns the process of an event, counted over all replicas."""
+        return event.replica * self.num_processes + self.process_of(event.stage)
 
     def process_of(self, stage: int) -> int:
         """Returns the process of a stage."""
@@ -186,7 +197,7 @@ class Timeline:
     def busy_s(self, stage: int) -> float:
         """Returns the seconds a stage spent computing: forward, backward or optimizer, not transfers.
 
-        Time covered by two events at once counts once.
+        Time covered by two events at once counts once, in each replica.
 
         Raises:
             ValueError: If the timeline is empty or has no such stage.
@@ -195,20 +206,20 @@ class Timeline:
         if not 0 <= stage < self.num_stages:
             msg = f"the timeline has no stage {stage}; its {self.num_stages} stages are counted from 0"
             raise ValueError(msg)
-        busy_s, until_s = 0.0, float("-inf")
+        busy_s, until_s = 0.0, [float("-inf")] * self.num_replicas
         for event in self.events:
-            if event.stage == stage and event.kind != "transfer" and event.end_s > until_s:
-                busy_s += event.end_s - max(event.start_s, until_s)
-                until_s = event.end_s
+            if event.stage == stage and event.kind != "transfer" and event.end_s > until_s[event.replica]:
+                busy_s += event.end_s - max(event.start_s, until_s[event.replica])
+                until_s[event.replica] = event.end_s
         return busy_s
 
     def bubble_share(self) -> float:
         """Returns the share of all processes' time in the last step in which they ran neither forward nor backward.
 
-        With ``n`` processes it is ``1 - (busy seconds of all stages) / (n * span)``, over the forwards and backwards of
-        ``last_step()``. GPipe (Huang et al. 2019, section 2.3) gives the ideal, ``(n - 1) / (m + n - 1)`` for ``m``
-        microbatches, which assumes that all stages take the same time and that passing tensors on and the loss
-        between the two phases take none: see ``ideal_bubble_share``.
+        With ``n`` processes, those of all replicas, it is ``1 - (busy seconds of all stages) / (n * span)``, over the
+        forwards and backwards of ``last_step()``. GPipe (Huang et al. 2019, section 2.3) gives the ideal of one replica,
+        ``(n - 1) / (m + n - 1)`` for ``m`` microbatches, which assumes that all stages take the same time and that passing
+        tensors on and the loss between the two phases take none: see ``ideal_bubble_share``.
 
         Raises:
             ValueError: If no call ran forward, or the last step took no time.
@@ -220,13 +231,14 @@ class Timeline:
             msg = f"the {len(compute.events)} events of the last step took 0 s, so no share of it is a bubble"
             raise ValueError(msg)
         busy_s = sum(compute.busy_s(j) for j in range(compute.num_stages))
-        return 1 - busy_s / (step.num_processes * span_s)
+        return 1 - busy_s / (step.num_replicas * step.num_processes * span_s)
 
     def to_trace(self) -> dict[str, Any]:
         """Returns the events in the Trace Event format that Perfetto and ``chrome://tracing`` read.
 
-        The pipeline is one process with one row per stage. A stage with transfers has a second row for them, because
-        they may overlap its computing and a row shows only events that nest. Times count from the first event.
+        A pipeline is one process, and each replica another, with one row per stage. A stage with transfers has a second
+        row for them, because they may overlap its computing and a row shows only events that nest. Times count from the
+        first event.
 
         Raises:
             ValueError: If the timeline is empty.
@@ -257,23 +269,25 @@ class Timeline:
             raise ValueError(_EMPTY)
 
     def _trace_rows(self) -> Iterator[dict[str, Any]]:
-        yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "pipeline"}}
         with_transfers = {event.stage for event in self.events if event.kind == "transfer"}
-        for j in range(self.num_stages):
-            label = f"stage {j}: {self.names[j]}" if self.names else f"stage {j}"
-            rows = [(_row(j, "forward"), label)]
-            if j in with_transfers:
-                rows.append((_row(j, "transfer"), f"stage {j}: transfers"))
-            for row, name in rows:
-                yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": name}}
-                yield {"ph": "M", "pid": 0, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
+        for replica in range(self.num_replicas):
+            title = "pipeline" if self.num_replicas == 1 else f"pipeline, replica {replica}"
+            yield {"ph": "M", "pid": replica, "name": "process_name", "args": {"name": title}}
+            for j in range(self.num_stages):
+                label = f"stage {j}: {self.names[j]}" if self.names else f"stage {j}"
+                rows = [(_row(j, "forward"), label)]
+                if j in with_transfers:
+                    rows.append((_row(j, "transfer"), f"stage {j}: transfers"))
+                for row, name in rows:
+                    yield {"ph": "M", "pid": replica, "tid": row, "name": "thread_name", "args": {"name": name}}
+                    yield {"ph": "M", "pid": replica, "tid": row, "name": "thread_sort_index", "args": {"sort_index": row}}
 
     def _trace_slices(self) -> Iterator[dict[str, Any]]:
         origin_s = self.events[0].start_s
         for event in self.events:
             yield {
                 "ph": "X",
-                "pid": 0,
+                "pid": event.replica,
                 "tid": _row(event.stage, event.kind),
                 "name": event.kind if event.microbatch is None else f"{event.kind} {event.microbatch}",
                 "cat": event.kind,

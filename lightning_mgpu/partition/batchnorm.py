@@ -7,7 +7,7 @@ Chan, Golub and LeVeque (1979).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +121,15 @@ class DeferredStatistics:
         moments = _Moments(count, mean.detach(), unbiased_var.detach() * (count - 1))
         known = self._moments.get(label)
         self._moments[label] = moments if known is None else known.joined(moments)
+
+    def moments(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Returns for each batch norm that ran the number of its rows, their mean, and the sum of squared deviations."""
+        return [(torch.tensor([float(m.count)]), m.mean, m.deviations) for m in self._moments.values()]
+
+    def join(self, others: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+        """Adds what other rows made of the same batch norms, in the order of `moments`."""
+        for label, (count, mean, deviations) in zip(self._moments, others, strict=True):
+            self._moments[label] = _Moments(int(count), mean, deviations).joined(self._moments[label])
 
     def commit(self) -> None:
         """Updates the running statistics of every batch norm that ran, once, from all its microbatches."""

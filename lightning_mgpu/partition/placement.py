@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from lightning_mgpu.mesh import Mesh
+
 __all__ = ["Placement"]
 
 
@@ -18,15 +20,20 @@ class Placement:
     Attributes:
         num_stages: number of stages; the last one is the lead's.
         owners: stages by canonical name.
-        homes: the process of each stage; by default each has its own.
+        homes: the position of each stage in the pipeline of processes; by default each has its own.
+        num_replicas: copies of all stages, each on processes of its own.
+        mesh: how the processes are arranged.
     """
 
     num_stages: int
     owners: dict[str, frozenset[int]] = field(default_factory=dict)
     homes: tuple[int, ...] = ()
+    num_replicas: int = 1
+    mesh: Mesh = field(init=False)
 
     def __post_init__(self) -> None:
         self.homes = self.homes or tuple(range(self.num_stages))
+        self.mesh = Mesh(max(self.homes) + 1, self.num_replicas)
 
     @property
     def lead(self) -> int:
@@ -36,15 +43,22 @@ class Placement:
     @property
     def lead_process(self) -> int:
         """The process of the lead, which is the last."""
-        return self.homes[-1]
+        return self.mesh.lead
+
+    def processes(self, stage: int) -> tuple[int, ...]:
+        """Lists the processes that hold a stage, one in each replica."""
+        return self.mesh.across(self.homes[stage])
 
     def holders(self, name: str) -> frozenset[int]:
         """Returns the processes that hold a tensor: the lead alone until it is placed."""
         stages = self.owners.get(name)
-        return frozenset({self.lead_process}) if stages is None else frozenset(self.homes[stage] for stage in stages)
+        return frozenset({self.lead_process} if stages is None else (p for stage in stages for p in self.processes(stage)))
 
     def primary(self, name: str) -> int:
-        """Returns the process that holds the whole gradient: the lead where it is one, since the user can look there."""
+        """Returns the process that holds the whole gradient: the lead where it is one, since the user can look there.
+
+        It is always in the lead's replica.
+        """
         return max(self.holders(name))
 
     def held_by(self, process: int) -> list[str]:

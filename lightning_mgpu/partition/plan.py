@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from lightning_mgpu import tree
-from lightning_mgpu.errors import MgpuError, PlacementError, RecordingError
+from lightning_mgpu.errors import MgpuError, PartitionError, PlacementError, RecordingError
 from lightning_mgpu.microbatch import batch_sizes_of, num_microbatches_for, sizes_of
 from lightning_mgpu.partition.ambient import Ambient
 from lightning_mgpu.partition.assemble import make_stages
@@ -113,11 +113,12 @@ class Planner:
         request: CutRequest,
         *,
         homes: tuple[int, ...] = (),
+        num_replicas: int = 1,
     ) -> None:
         self.names = Names(root)
         self.store: Store = ModuleStore(self.names)
         self.recorder = Recorder(self.names)
-        self.placement = Placement(num_stages, homes=homes)
+        self.placement = Placement(num_stages, homes=homes, num_replicas=num_replicas)
         self.num_microbatches = num_microbatches
         self.request = request
         self.num_recordings = 0
@@ -236,6 +237,7 @@ class Planner:
         layout = cut(whole.graph, batching, self.names, self.placement, self.request, path)
         place(whole.graph, batching, layout, self.names, self.placement, path)
         stages = {rows: self._stages(recording, batching, layout) for rows, recording in micro.items()}
+        self._refuse_counted_buffers(path, stages, len(sizes))
         if path not in self._planned and len(sizes) > 1:
             self._name_counted_buffers(path, stages)
             self._name_promoted(whole)
@@ -271,6 +273,18 @@ class Planner:
             remark(
                 f"{self._describe(path)} changes the buffers {', '.join(sorted(counted))} in its forward, which every "
                 "microbatch does again; use num_microbatches=1 where once per batch matters",
+            )
+
+    def _refuse_counted_buffers(self, path: str, stages: dict[int, tuple[Stage, ...]], num_microbatches: int) -> None:
+        """Refuses buffers that every microbatch changes where there are replicas, which would not agree on them."""
+        some = next(iter(stages.values()))
+        if self.placement.mesh.data == 1 or (num_microbatches == 1 and not self._whole):
+            return
+        changed = {n for s in some for n in s.program.changed_buffers()} if self._whole else counted_buffers(some)
+        if changed:
+            raise PartitionError(
+                f"{self._describe(path)} changes the buffers {', '.join(sorted(changed))} in its forward on every microbatch, "
+                f"so its {self.placement.mesh.data} replicas would not agree on them; use data_parallel_size=1"
             )
 
     def _stages(self, recording: Recording, batching: Batching, layout: Layout) -> tuple[Stage, ...]:
@@ -354,7 +368,8 @@ class Planner:
     def _count(self, batch_size: int) -> int:
         if self._whole:
             return 1
-        return num_microbatches_for(self.num_microbatches, self.placement.lead_process + 1, batch_size)
+        mesh = self.placement.mesh
+        return num_microbatches_for(self.num_microbatches, mesh.pipeline, batch_size, num_replicas=mesh.data)
 
     @contextmanager
     def one_microbatch(self) -> Iterator[None]:

@@ -171,6 +171,10 @@ class Program:
         ambient = self.ambients[mode]
         return replace(ambient, grad=ambient.grad and grad, inference=inference and not ambient.grad)
 
+    def changed_statistics(self) -> set[str]:
+        """Names the running statistics of batch norms that a run changes."""
+        return {name for step in self.steps if step.batch_norm for name in step.changes}
+
     def changed_buffers(self) -> set[str]:
         """Names the buffers that a run changes, running statistics of batch norms aside."""
         return {name for step in self.steps if not step.batch_norm for name in step.changes} | self.buffer_writes.keys()

@@ -122,7 +122,8 @@ def _check_whole(planner: Planner, plan: CallPlan, args: Any, kwargs: Any, tenso
 
 
 def _run_stages(planner: Planner, plan: CallPlan, tensors: Sequence[Tensor], *, grad: bool) -> list[list[Tensor]]:
-    runs = [StageRun(planner.store, plan.num_microbatches, grad=grad, inference=False, seed=0) for _ in plan.layout.stages]
+    every = range(plan.num_microbatches)
+    runs = [StageRun(planner.store, every, grad=grad, inference=False, seed=0) for _ in plan.layout.stages]
     made = []
     for i, inputs in enumerate(deal_inputs(plan, tensors)):
         flowing: list[Tensor] = []

@@ -78,34 +78,38 @@ class StageRun:
 
     Args:
         store: where modules and tensors are found.
-        num_microbatches: number of microbatches of the call.
+        microbatches: the microbatches of the batch that this replica runs; they are counted from 0 here all the same.
         grad: whether a backward may follow.
         inference: whether grad-free steps run under inference mode.
         seed: seed of the call's random numbers.
         alone: whether each microbatch was recorded by itself, as a batch of its own.
         recompute: whether to keep only what was received, and to run the stage again before its backward (activation
             checkpointing, Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
+        replicated: whether other replicas run the stage too, for other microbatches of the batch: then running statistics of
+            batch norms wait for theirs.
     """
 
     def __init__(
         self,
         store: Store,
-        num_microbatches: int,
+        microbatches: range,
         *,
         grad: bool,
         inference: bool,
         seed: int,
         alone: bool = False,
         recompute: bool = False,
+        replicated: bool = False,
     ) -> None:
         self.store = store
-        self.num_microbatches = num_microbatches
+        self.replicated = replicated
+        self.first, self.num_microbatches = microbatches.start, len(microbatches)
         self.alone = alone
         self.recompute = recompute
         self.grad = grad
         self.inference = inference
         self.seed = seed
-        self.statistics = DeferredStatistics() if num_microbatches > 1 else None
+        self.statistics = DeferredStatistics() if len(microbatches) > 1 or replicated else None
         self._kept: dict[int, _Kept] = {}
         self._split: dict[int, SplitBackward] = {}
 
@@ -136,7 +140,7 @@ class StageRun:
             _check_meta(sent[crossing.register], crossing, stage, grad=self.grad)
         if self.grad:
             self._kept[microbatch] = kept if again else dataclasses.replace(kept, sent=sent)
-        if microbatch == self.num_microbatches - 1 and self.statistics is not None:
+        if microbatch == self.num_microbatches - 1 and self.statistics is not None and not self.replicated:
             self.statistics.commit()
         return [value.detach() for value in sent.values()]
 
@@ -144,7 +148,7 @@ class StageRun:
         self, stage: Stage, microbatch: int, environment: Environment, statistics: DeferredStatistics | None, *, grad: bool
     ) -> Environment:
         """Runs the stage's program, and returns what it sends by register."""
-        with _seeded(self.seed, stage.index, microbatch):
+        with _seeded(self.seed, stage.index, self.first + microbatch):
             environment = stage.program.run(
                 environment, self.store, microbatch=0 if self.alone else microbatch,
                 num_microbatches=1 if self.alone else self.num_microbatches, statistics=statistics,

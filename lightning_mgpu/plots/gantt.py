@@ -61,8 +61,8 @@ def save_gantt(timeline: Timeline, path: str | Path, *, title: str | None = None
 
 
 def _draw(step: Timeline, title: str | None) -> Figure:
-    rows = range(step.num_processes)
-    num_bars = max(sum(step.process_of(event.stage) == row for event in step.events) for row in rows)
+    rows = range(step.num_replicas * step.num_processes)
+    num_bars = max(sum(step.row_of(event) == row for event in step.events) for row in rows)
     width = min(7 + 0.15 * num_bars, 16)
     figure = Figure(figsize=(width, 1.6 + 0.6 * len(rows)), dpi=_DPI)
     figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.06))
@@ -73,7 +73,8 @@ def _draw(step: Timeline, title: str | None) -> Figure:
         axes.add_patch(Rectangle((0, row - _BAR / 2), span_ms, _BAR, facecolor=_IDLE, edgecolor="none", zorder=1))
     bars = [(_draw_event(axes, event, step), event) for event in step.events]
     _scale_axes(axes, step, span_ms)
-    heading = title or f"{_count(step.num_stages, 'stage')}, {_count(step.num_microbatches, 'microbatch')}"
+    copies = f"{step.num_replicas} replicas of " if step.num_replicas > 1 else ""
+    heading = title or f"{copies}{_count(step.num_stages, 'stage')}, {_count(step.num_microbatches, 'microbatch')}"
     axes.set_title(textwrap.fill(f"{heading}: {_bubble(step)}", int(width * 9)), fontsize=11)
     figure.legend(handles=_legend(step), loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     _finish_bars(figure, axes, bars)
@@ -83,13 +84,13 @@ def _draw(step: Timeline, title: str | None) -> Figure:
 def _draw_event(axes: Axes, event: Event, step: Timeline) -> Rectangle:
     start_ms, length_ms = (event.start_s - step.events[0].start_s) * 1e3, (event.end_s - event.start_s) * 1e3
     fill, _ = _COLOURS[event.kind]
-    row = step.process_of(event.stage)
+    row = step.row_of(event)
     if event.kind == "transfer":
         bottom, height, zorder = row + _BAR / 2, _STRIP, 2
     else:
         bottom, height, zorder = row - _BAR / 2, _BAR, 3
     bar = Rectangle((start_ms, bottom), length_ms, height, facecolor=fill, zorder=zorder)
-    if event.stage != step.stages_of(row)[0]:
+    if event.stage != step.stages_of(step.process_of(event.stage))[0]:
         bar.set_alpha(_LATER)
     axes.add_patch(bar)
     return bar
@@ -97,7 +98,7 @@ def _draw_event(axes: Axes, event: Event, step: Timeline) -> Rectangle:
 
 def _scale_axes(axes: Axes, step: Timeline, span_ms: float) -> None:
     axes.set_xlim(0, span_ms)
-    rows = range(step.num_processes)
+    rows = range(step.num_replicas * step.num_processes)
     axes.set_ylim(len(rows) - 0.45, -0.55)  # downwards: stage 0 on top
     axes.set_yticks(rows, [_row_label(step, row) for row in rows], fontsize=9)
     axes.tick_params(axis="y", length=0)
@@ -108,8 +109,11 @@ def _scale_axes(axes: Axes, step: Timeline, span_ms: float) -> None:
 
 
 def _row_label(step: Timeline, row: int) -> str:
-    stages = step.stages_of(row)
+    replica, process = divmod(row, step.num_processes)
+    stages = step.stages_of(process)
     lines = [f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"]
+    if step.num_replicas > 1:
+        lines[0] = f"replica {replica}, {lines[0]}"
     if step.names:
         lines += textwrap.wrap(", ".join(step.names[stage] for stage in stages), 26, max_lines=2, placeholder=" …")
     return "\n".join(lines)
@@ -119,7 +123,7 @@ def _bubble(step: Timeline) -> str:
     if any(event.kind == "weight_backward" for event in step.events):
         return f"bubble {step.bubble_share():.0%}"  # its ideal depends on how long each part of a backward takes
     per_process = step.num_stages // step.num_processes
-    ideal = ideal_bubble_share(step.num_processes, max(step.num_microbatches, 1), per_process)
+    ideal = ideal_bubble_share(step.num_processes, max(step.num_microbatches // step.num_replicas, 1), per_process)
     return f"bubble {step.bubble_share():.0%} (ideal {ideal:.0%})"
 
 

@@ -209,7 +209,7 @@ class Attachment:
         Raises:
             PartitionError: with the numbers and the remedy.
         """
-        if self.num_remote_calls or self.lead.num_stages == 1:
+        if self.num_remote_calls or self.lead.num_processes == 1:
             return
         if self.module is not None:
             raise PartitionError(f"{what} never called {self.module!r}, the module to pipeline; name one it calls")

@@ -178,7 +178,7 @@ class OwnedState:
         by_process = self._by_process({} if self.described else held)
         empty = [PartState({}, [None] * len(face.param_groups), None) for face in self.lead.optimizers.faces[:index]]
         found = []
-        for process in self.lead.workers.stages:
+        for process in self.lead.owners:
             states: dict[str, Any] = {}
             for piece in [(), *_pieces(by_process.get(process, []), held)]:
                 [part] = self.lead.workers.collect([process], "optimizer", [(index, *piece)])

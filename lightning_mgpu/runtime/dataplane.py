@@ -47,6 +47,7 @@ class Receipt:
         """Waits until the tensor is here, and returns it."""
         if self._work is not None:
             self._wait([self._work])
+            self._work = None
         return self._result.to(self._device) if self._result.device != self._device else self._result
 
 

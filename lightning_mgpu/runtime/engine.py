@@ -1,8 +1,10 @@
 """The engine: runs this process's part of a table, action by action.
 
 What crosses a cut follows from the table, so both sides agree on the order of what one process sends another. The arguments
-of all microbatches go from the lead to stage 0 before anything else, and the gradients of arguments come back after
-everything else. A process receives what its next action needs while it works on this one.
+of all microbatches go from the lead to the stages that take them before anything else, and the gradients of arguments come
+back after everything else. A process receives what its next action needs while it works on this one.
+
+Tables speak of positions in one pipeline; an engine knows which process stands at each position of its own replica.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from lightning_mgpu.runtime.dataplane import DataPlane, Receipt
 from lightning_mgpu.schedule.table import Action, Table
 from lightning_mgpu.timeline import Event
 
-__all__ = ["Call", "Engine", "Exchange", "Given"]
+__all__ = ["Call", "Engine", "Exchange", "Given", "arguments_of"]
 
 Given = frozenset[int]
 """Positions of the wanted tensors of one microbatch that have a gradient."""
@@ -35,19 +37,21 @@ class Call:
 
     Attributes:
         number: tells calls apart.
-        stages: for each microbatch the stages that are run here, by index.
+        stages: for each microbatch of this replica the stages that are run here, by index.
         runs: what is kept of each stage.
         timed: whether to note when what is done.
+        first: the batch's number of this replica's first microbatch.
     """
 
     number: int
     stages: Sequence[Mapping[int, Stage]]
     runs: Mapping[int, StageRun]
     timed: bool
+    first: int = 0
 
 
 class Exchange(Protocol):
-    """Is what an engine asks of the lead's side of a call, or of the messages about it."""
+    """Is what an engine asks of the lead's side of a call, or of the messages about it; microbatches are its replica's."""
 
     def given(self, microbatch: int, *, wait: bool) -> Given | None:
         """Says which wanted tensors of a microbatch have a gradient; ``None`` where that is not known and not waited for."""
@@ -64,8 +68,9 @@ class Exchange(Protocol):
 
 @dataclass
 class _Way:
-    """Is what comes from one other process, in its order."""
+    """Is what comes from another position, in its order."""
 
+    position: int
     source: int
     coming: deque[tuple[Action, str]]
 
@@ -76,7 +81,7 @@ class Engine:
 
     Attributes:
         process: index of this process; the last one is the lead.
-        num_processes: number of processes.
+        row: the processes of this replica, by position.
         store: the modules and tensors of this process.
         plane: the way to the other processes, ``None`` where there is none.
         stage, microbatch, doing: what is being worked on, for error reports.
@@ -84,14 +89,20 @@ class Engine:
     """
 
     process: int
-    num_processes: int
+    row: Sequence[int]
     store: Store
     plane: DataPlane | None
     device: torch.device
     stage: int | None = None
     microbatch: int | None = None
     doing: str = "idle"
+    replica: int = 0
     events: list[Event] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        """The place of this process in its replica's pipeline."""
+        return self.row.index(self.process)
 
     def run(
         self,
@@ -115,8 +126,9 @@ class Engine:
             For each microbatch the gradients of the arguments that the stages here took directly, by register.
         """
         course = _Course(self, call, table, exchange, retain=retain, accumulate=accumulate)
-        for action in table.processes[self.process]:
-            self.stage, self.microbatch, self.doing = action.stage, action.microbatch, action.kind.replace("_", " ")
+        for action in table.processes[self.position]:
+            self.stage, self.microbatch = action.stage, call.first + action.microbatch
+            self.doing = action.kind.replace("_", " ")
             course.carry_out(action)
         self.flush()
         self.stage, self.microbatch, self.doing = None, None, "idle"
@@ -124,33 +136,16 @@ class Engine:
 
     # -- arguments -------------------------------------------------------------------------------------------------
 
-    def deal_out(self, inputs: Sequence[Mapping[int, Tensor]], first: Sequence[Sequence[Crossing]], to: int) -> None:
-        """Sends the arguments of all microbatches to stage 0, in one go."""
-        for part, crossings in zip(inputs, first, strict=True):
-            self.send([part[c.register] for c in crossings], to)
-
-    def receive_arguments(self, call: Call, source: int) -> list[list[Receipt]]:
-        """Starts to receive what `deal_out` sends, for each microbatch."""
-        return [self.receive(stages[0].inputs, source) for stages in call.stages]
+    def receive_arguments(self, call: Call, source: int) -> list[dict[int, Receipt]]:
+        """Starts to receive the arguments that stages here take from the lead, by register, for each microbatch."""
+        taken = [arguments_of(stages) for stages in call.stages]
+        return [dict(zip((c.register for c in each), self.receive(each, source), strict=True)) for each in taken]
 
     def return_gradients(self, call: Call, found: Sequence[Mapping[int, Tensor]], given: Sequence[Given], to: int) -> None:
-        """Sends the gradients of the arguments that stage 0 took back to the lead."""
+        """Sends the gradients of those arguments back to the lead."""
         for stages, gradients, present in zip(call.stages, found, given, strict=True):
-            self.send(self.filled(stages[0].inputs, gradients, present).values(), to)
+            self.send(self.filled(arguments_of(stages), gradients, present).values(), to)
         self.flush()
-
-    def receive_gradients_of_arguments(
-        self, first: Sequence[Sequence[Crossing]], given: Sequence[Given], source: int
-    ) -> list[dict[int, Tensor]]:
-        """Receives what `return_gradients` sends.
-
-        Args:
-            first: what stage 0 took for each microbatch.
-            given: for each microbatch the wanted tensors that have a gradient.
-            source: the process of stage 0.
-        """
-        receipts = [self.receive_gradients(c, g, source) for c, g in zip(first, given, strict=True)]
-        return [{register: receipt.wait() for register, receipt in r.items()} for r in receipts]
 
     # -- crossings -------------------------------------------------------------------------------------------------
 
@@ -191,7 +186,10 @@ class Engine:
             return
         start_s = self._now_s()
         yield
-        self.events.append(Event(action.stage, action.kind, action.microbatch, start_s, self._now_s(), call.number))
+        microbatch = call.first + action.microbatch
+        self.events.append(
+            Event(action.stage, action.kind, microbatch, start_s, self._now_s(), call.number, replica=self.replica)
+        )
 
     def _now_s(self) -> float:
         if self.device.type == "cuda":
@@ -214,7 +212,8 @@ class _Course:
         self._here: dict[Action, list[Tensor] | dict[int, Tensor]] = {}  # from a stage of this process
         self._arriving: dict[Action, list[Receipt] | dict[int, Receipt]] = {}
         self._ways = {
-            source: _Way(source, deque(table.transfers(source, engine.process))) for source in range(engine.num_processes)
+            position: _Way(position, source, deque(table.transfers(position, engine.position)))
+            for position, source in enumerate(engine.row)
         }
 
     def carry_out(self, action: Action) -> None:
@@ -275,7 +274,7 @@ class _Course:
     # -- what actions wait for -------------------------------------------------------------------------------------
 
     def _is_here(self, stage: int) -> bool:
-        return self.table.homes[stage] == self.engine.process
+        return self.table.homes[stage] == self.engine.position
 
     def _backward_of(self, stage: int, i: int) -> Action:
         """Returns the action that takes the gradient of one stage and microbatch, and sends that of the stage before."""
@@ -284,7 +283,7 @@ class _Course:
 
     def _send(self, tensors: Iterable[Tensor], waiting: Action) -> None:
         """Sends what an action of another process waits for."""
-        self.engine.send(tensors, self.table.homes[waiting.stage], needed_at=self._position[waiting])
+        self.engine.send(tensors, self.engine.row[self.table.homes[waiting.stage]], needed_at=self._position[waiting])
 
     def _take(self, action: Action, neighbour: int) -> list[Tensor] | dict[int, Tensor]:
         """Returns what an action waits for, and sees to it that what comes next from there is on its way."""
@@ -313,7 +312,7 @@ class _Course:
 
     def _post(self, way: _Way, *, wait: bool) -> None:
         """Starts to receive what comes next from a process; without ``wait`` only where nothing is on its way already."""
-        if not way.coming or (not wait and any(self._is_from(way.source, action) for action in self._arriving)):
+        if not way.coming or (not wait and any(self._is_from(way.position, action) for action in self._arriving)):
             return
         action, what = way.coming[0]
         stage = self.call.stages[action.microbatch][action.stage]
@@ -326,6 +325,11 @@ class _Course:
             self._arriving[action] = self.engine.receive_gradients(stage.sends, given, way.source)
         way.coming.popleft()
 
-    def _is_from(self, source: int, action: Action) -> bool:
+    def _is_from(self, position: int, action: Action) -> bool:
         neighbour = action.stage - 1 if action.kind == "forward" else action.stage + 1
-        return self.table.homes[neighbour] == source
+        return self.table.homes[neighbour] == position
+
+
+def arguments_of(stages: Mapping[int, Stage]) -> list[Crossing]:
+    """Lists what some stages take from the caller directly, each argument once."""
+    return list({c.register: c for index in sorted(stages) for c in stages[index].inputs}.values())

@@ -1,4 +1,7 @@
-"""The lead's side of calls whose forwards all come before their backwards, and the workers' side of all calls."""
+"""The lead's side of calls whose forwards all come before their backwards, and the workers' side of all calls.
+
+Both count the microbatches of their own replica.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch import Tensor
 
 from lightning_mgpu.partition.stage import Stage
 from lightning_mgpu.runtime.dataplane import Receipt
-from lightning_mgpu.runtime.engine import Given
+from lightning_mgpu.runtime.engine import Call, Engine, Given
 
 __all__ = ["BatchExchange", "WorkerExchange", "summed"]
 
@@ -44,28 +47,46 @@ class BatchExchange:
 
 
 class WorkerExchange:
-    """Gives a worker's engine what the lead sends.
+    """Gives a worker's engine what the lead sends, and the lead what this replica's last stage makes.
 
     Args:
-        arguments: the arguments of each microbatch on their way, where stage 0 is here.
+        engine: the worker's engine.
+        call: the call.
+        arguments: the arguments of each microbatch that stages here take, on their way, by register.
         given: asks which wanted tensors of a microbatch have a gradient; ``None`` where that is not known yet.
+        lead: the lead's process.
     """
 
-    def __init__(self, arguments: Sequence[Sequence[Receipt]], given: Callable[[int, bool], Given | None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        call: Call,
+        arguments: Sequence[Mapping[int, Receipt]],
+        given: Callable[[int, bool], Given | None],
+        lead: int,
+    ) -> None:
+        self._engine = engine
+        self._call = call
         self._arguments = arguments
         self._given = given
+        self._lead = lead
 
     def given(self, microbatch: int, *, wait: bool) -> Given | None:
         return self._given(microbatch, wait)
 
-    def inputs(self, stage: Stage, microbatch: int) -> list[Tensor]:  # noqa: ARG002 - only stage 0 takes any here
-        return [receipt.wait() for receipt in self._arguments[microbatch]]
+    def inputs(self, stage: Stage, microbatch: int) -> list[Tensor]:
+        return [self._arguments[microbatch][c.register].wait() for c in stage.inputs]
 
-    def made(self, microbatch: int, tensors: list[Tensor]) -> None:  # noqa: ARG002
-        raise AssertionError("a worker has the last stage")
+    def made(self, microbatch: int, tensors: list[Tensor]) -> None:  # noqa: ARG002 - they come in order
+        self._engine.send(tensors, self._lead)
 
-    def gradients(self, microbatch: int) -> Mapping[int, Tensor]:  # noqa: ARG002
-        raise AssertionError("a worker has the last stage")
+    def gradients(self, microbatch: int) -> Mapping[int, Tensor]:
+        given = self._given(microbatch, True)
+        assert given is not None
+        stages = self._call.stages[microbatch]
+        asked = [crossing for position, crossing in enumerate(stages[max(stages)].sends) if position in given]
+        receipts = self._engine.receive(asked, self._lead)
+        return {crossing.register: receipt.wait() for crossing, receipt in zip(asked, receipts, strict=True)}
 
 
 def summed(a: Mapping[int, Tensor], b: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -97,15 +97,15 @@ class Failures:
                 error.add_note(note.removeprefix("; "))
             if not isinstance(error, Exception) or isinstance(error, MgpuError) or where[1] is None:
                 raise error
-            raise StageError(
-                self._text(*where, f"{type(error).__name__}: {error}{note}"), stage=where[0], microbatch=where[1]
-            ) from error
+            text = self._text(lead.index, *where, f"{type(error).__name__}: {error}{note}")
+            raise StageError(text, stage=where[0], microbatch=where[1]) from error
         raise self._of_reports(reports, ends, error, doing, note)
 
-    def _text(self, stage: int, microbatch: int | None, doing: str, summary: str) -> str:
+    def _text(self, process: int, stage: int, microbatch: int | None, doing: str, summary: str) -> str:
         lead = self.lead
-        device = lead.workers.devices[lead.planner.placement.homes[stage]]
-        place = f"stage {stage} of {lead.num_stages} ({device})"
+        place = f"stage {stage} of {lead.num_stages} ({lead.workers.devices[process]})"
+        if lead.mesh.data > 1:
+            place += f" of replica {lead.mesh.replica(process)} of {lead.mesh.data}"
         when = f" in microbatch {microbatch}" if microbatch is not None else ""
         return f"{place} failed{when} ({doing}): {summary}"
 
@@ -118,7 +118,7 @@ class Failures:
             process, first = min(causes, key=lambda pair: pair[1].raised_at_s)
             stage = self._stage_of(process) if first.stage is None else first.stage
             failure = StageError(
-                self._text(stage, first.microbatch, first.doing, f"{first.summary}{note}"),
+                self._text(process, stage, first.microbatch, first.doing, f"{first.summary}{note}"),
                 stage=stage,
                 microbatch=first.microbatch,
             )
@@ -127,7 +127,7 @@ class Failures:
         if ends:
             process, how = next(iter(ends.items()))
             stage = self._stage_of(process)
-            failure = StageError(self._text(stage, None, doing, f"its process {how}{note}"), stage=stage)
+            failure = StageError(self._text(process, stage, None, doing, f"its process {how}{note}"), stage=stage)
             failure.__suppress_context__ = True  # that its peers lost touch with it says nothing more
             return failure
         failure = StageError(f"the stages lost touch during {doing}: {error}{note}", stage=self.lead.num_stages - 1)
@@ -136,20 +136,22 @@ class Failures:
 
     def _stage_of(self, process: int) -> int:
         """Returns the first stage of a process."""
-        return self.lead.planner.placement.homes.index(process)
+        return self.lead.planner.placement.homes.index(self.lead.mesh.position(process))
 
     def _bring_home(self) -> list[str]:
         """Takes everything home that can still be had and ends the workers."""
         lead = self.lead
         states: list[list[PartState]] = []
         was_away = lead.home.away
-        for pickled in lead.workers.surrender(_SURRENDER_WAIT_S).values():
+        surrendered = lead.workers.surrender(_SURRENDER_WAIT_S)
+        for process in sorted(surrendered, reverse=True):  # the lead's own replica has the whole gradients
+            pickled = surrendered[process]
             if pickled is None:
                 continue
             with contextlib.suppress(Exception):
                 tensors, gradients, optimizers = pickle.loads(pickled)
-                lead.home.put(tensors, gradients)
-                states.append(optimizers)
+                lead.home.put(tensors, gradients if process in lead.owners else {})
+                states.insert(0, optimizers)
         lost = lead.home.give_up()
         if was_away:
             lead.optimizers.take(states)

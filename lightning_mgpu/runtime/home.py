@@ -155,7 +155,8 @@ class Home:
 
     def bring_attributes(self) -> None:
         """Brings what torch's own layers have computed elsewhere and keep beside their weights, as a pruned layer does."""
-        for stage, modules in self._modules.items():
+        for stage in self.lead.owners:
+            modules = self._modules[stage]
             found = [(path, self.lead.planner.names.module_at[path]) for path in modules.values()]
             asked = {
                 f"{path}.{name}": (module, name)

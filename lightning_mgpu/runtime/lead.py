@@ -17,14 +17,16 @@ from torch import Tensor, nn
 
 from lightning_mgpu import tree
 from lightning_mgpu.errors import PlacementError
+from lightning_mgpu.mesh import Mesh
 from lightning_mgpu.partition.cut import CutRequest
 from lightning_mgpu.partition.gather import deal_inputs, finish, gather
 from lightning_mgpu.partition.plan import CallPlan, Planner
 from lightning_mgpu.partition.selfcheck import check_plan
+from lightning_mgpu.partition.stage import Stage
 from lightning_mgpu.remarks import remark
 from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.checkpoint import OwnedState
-from lightning_mgpu.runtime.engine import Engine
+from lightning_mgpu.runtime.engine import Call, Engine
 from lightning_mgpu.runtime.exchange import BatchExchange, summed
 from lightning_mgpu.runtime.failure import Failures
 from lightning_mgpu.runtime.home import Home, check_gradient_hooks
@@ -34,7 +36,8 @@ from lightning_mgpu.runtime.optimizers import OwnedOptimizers
 from lightning_mgpu.runtime.pack import pack
 from lightning_mgpu.runtime.patches import Patches
 from lightning_mgpu.runtime.remote import Anchor, RemoteCall, call_remotely
-from lightning_mgpu.runtime.sharing import Share, add_up
+from lightning_mgpu.runtime.replicas import OtherReplicas, settle
+from lightning_mgpu.runtime.sharing import Use, add_up, shares_in
 from lightning_mgpu.runtime.unmade import Origins, is_unmade
 from lightning_mgpu.runtime.workers import Workers
 from lightning_mgpu.schedule.catalog import SCHEDULES, Schedule
@@ -60,11 +63,12 @@ class Lead:
         successor: the lead that took over when the module was changed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a run is made of
         self,
         root: nn.Module,
         workers: Workers,
         *,
+        mesh: Mesh | None = None,
         num_microbatches: int | Literal["auto"] = "auto",
         schedule: Schedule = SCHEDULES["gpipe"],
         request: CutRequest | None = None,
@@ -74,10 +78,12 @@ class Lead:
     ) -> None:
         self.root = root
         self.workers = workers
-        self.num_processes = workers.num_stages
+        self.mesh = mesh or Mesh(workers.num_stages)
         self.schedule = schedule
-        homes = schedule.homes(self.num_processes)
-        self.planner = Planner(root, len(homes), num_microbatches, request or CutRequest(), homes=homes)
+        homes = schedule.homes(self.mesh.pipeline)
+        self.planner = Planner(
+            root, len(homes), num_microbatches, request or CutRequest(), homes=homes, num_replicas=self.mesh.data
+        )
         self.own_stages = self.stages_of(self.index)
         recomputed = range(len(homes) - (activation_checkpointing == "all but last")) if activation_checkpointing else ()
         self.recomputed = frozenset(recomputed)
@@ -106,6 +112,8 @@ class Lead:
         self._freed: list[int] = []
         self._seed = zlib.crc32(torch.get_rng_state().numpy().tobytes())
         self._known_plans: set[int] = set()
+        self._uses: dict[int, dict[str, Use]] = {}
+        self._arranged = False
         self._last_plan = -1
 
     # -- what is where ---------------------------------------------------------------------------------------------
@@ -115,9 +123,18 @@ class Lead:
         return self.planner.placement.num_stages
 
     @property
+    def num_processes(self) -> int:
+        return self.mesh.num_processes
+
+    @property
     def index(self) -> int:
         """The lead's own process."""
-        return self.num_processes - 1
+        return self.mesh.lead
+
+    @property
+    def owners(self) -> range:
+        """The workers of the lead's own replica: each parameter's primary holder is one of them, or the lead."""
+        return self.mesh.row(-1)[:-1]
 
     @property
     def latest(self) -> Lead:
@@ -126,7 +143,8 @@ class Lead:
 
     def stages_of(self, process: int) -> tuple[int, ...]:
         """Lists the stages of a process."""
-        return tuple(stage for stage, home in enumerate(self.planner.placement.homes) if home == process)
+        position = self.mesh.position(process)
+        return tuple(stage for stage, home in enumerate(self.planner.placement.homes) if home == position)
 
     @property
     def placed(self) -> bool:
@@ -137,9 +155,22 @@ class Lead:
         if self.running_engine is None:
             self.workers.ready()
             self.running_engine = Engine(
-                self.index, self.num_processes, self.planner.store, self.workers.plane, self.workers.devices[self.index]
+                self.index,
+                self.mesh.row(-1),
+                self.planner.store,
+                self.workers.plane,
+                self.workers.devices[self.index],
+                replica=self.mesh.data - 1,
             )
         return self.running_engine
+
+    def others(self, stages: Sequence[Sequence[Stage]]) -> OtherReplicas:
+        """Returns what deals with other processes' arguments and results in a call.
+
+        Args:
+            stages: all stages, for each microbatch of the batch.
+        """
+        return OtherReplicas(self.engine, self.mesh, self.planner.placement.homes, stages)
 
     def is_placed(self, module: nn.Module) -> bool:
         """Says whether any tensor of a module has an owner other than the lead alone."""
@@ -271,6 +302,9 @@ class Lead:
             return
         _ = self.engine  # waits for processes that are starting
         with self.failures.guarded("placement"):
+            if not self._arranged:
+                self.workers.tell_all(m.Reset(self.mesh))
+                self._arranged = True
             fresh = self.home.send_tensors()
             self.origins.make_here(self.planner.placement.held_by(self.index))
             self.home.send_modules(plan)
@@ -290,7 +324,7 @@ class Lead:
             stages = {rows: {index: every[index] for index in here} for rows, every in plan.stages.items()}
             with self.patches.lifted():
                 packed = pack(
-                    (stages, self.shares(plan)),
+                    (stages, self.uses(plan)),
                     names=self.home.names_at(stage),
                     modules=self.home.modules_at(stage),
                     what=f"the calls of stage {here[0]}",
@@ -302,21 +336,27 @@ class Lead:
         old = tuple(n for n in self.planner.take_dropped() if n in self._known_plans)
         if old:
             self._known_plans.difference_update(old)
+            self._uses = {number: uses for number, uses in self._uses.items() if number not in old}
             self.workers.tell_all(m.Free((), old))
 
-    def shares(self, plan: CallPlan) -> dict[str, Share]:
-        """Finds the parameters with several owners that a plan uses, and who adds their gradients up."""
-        names = self.planner.names
-        found: dict[str, Share] = {}
-        some = next(iter(plan.stages.values()))
-        for name in sorted(self.planner.placement.shared()):
-            if names.kinds[name] == "parameter" and names.tensors[name].requires_grad:
-                placement = self.planner.placement
-                primary = placement.primary(name)
-                users = tuple(sorted({placement.homes[s.index] for s in some if name in s.names} - {primary}))
-                if users:
-                    found[name] = Share(primary, users)
-        return found
+    def uses(self, plan: CallPlan) -> dict[str, Use]:
+        """Finds the trainable parameters with several holders that a plan uses, and where."""
+        if plan.number not in self._uses:
+            names, placement = self.planner.names, self.planner.placement
+            found: dict[str, Use] = {}
+            for name in placement.shared():
+                if names.kinds[name] == "parameter" and names.tensors[name].requires_grad:
+                    users = {placement.homes[s.index] for s in next(iter(plan.stages.values())) if name in s.names}
+                    if users:
+                        found[name] = Use(self.mesh.position(placement.primary(name)), tuple(sorted(users)))
+            self._uses[plan.number] = found
+        return self._uses[plan.number]
+
+    def add_up(self, uses: Mapping[str, Use], num_microbatches: int) -> None:
+        """Adds the gradients of shared parameters up on their primary holders."""
+        if self.workers.plane is not None:
+            shares = shares_in(self.mesh, uses, num_microbatches)
+            add_up(self.workers.plane, self.index, shares, self.planner.store.tensor)
 
     def _send_flags(self) -> None:
         """Tells workers of modes and ``requires_grad`` that are not what they last heard."""
@@ -340,13 +380,28 @@ class Lead:
             self.workers.tell_all(call.message(self.schedule.name))
             for stage in (stage for stages in call.state.stages for stage in stages.values()):
                 stage.program.prepare(self.planner.store)
-            first = self.planner.placement.homes[0]
-            if first != self.index:
-                self.engine.deal_out(call.inputs, call.first, first)
-            exchange = BatchExchange(call.inputs)
-            table = self.schedule.forward_table(call.plan.num_microbatches, self.num_processes)
+            others = self.others(call.stages)
+            others.deal_out(call.inputs)
+            exchange = BatchExchange(call.inputs[call.share.start :])
+            table = self.schedule.forward_table(len(call.share), self.mesh.pipeline)
             self.engine.run(call.state, table, exchange)
-            return gather(call.plan, exchange.results)
+            results = [*others.results(), *exchange.results]
+            self.settle(call.state, call.plan.num_microbatches)
+            return gather(call.plan, results)
+
+    def settle(self, call: Call, num_microbatches: int) -> None:
+        """Makes the buffers that a forward changed the same in all replicas."""
+        plane, store = self.workers.plane, self.planner.store
+        if plane is not None:
+            settle(
+                plane,
+                self.mesh,
+                self.index,
+                store=store,
+                stages=call.stages[0],
+                runs=call.runs,
+                num_microbatches=num_microbatches,
+            )
 
     def tell_before_call(self, plan: CallPlan) -> None:
         """Tells workers what changed since the last call."""
@@ -372,18 +427,18 @@ class Lead:
                 "the backward of a call comes after the end of the Trainer call it was made in, or after a change of the "
                 "module's layers, parameters or hooks; differentiate the loss before that"
             )
-        wanted = any(c.has_gradient(g) for c, g in _pairs(call.first, given))
         with self.failures.guarded("backward"):
-            self.workers.tell_all(m.Backward(call.number, given, retain, accumulate, wanted))
-            table = self.schedule.backward_table(call.plan.num_microbatches, self.num_processes)
-            exchange = BatchExchange(present=given, seeds=gradients)
-            parts = self.engine.run(call.state, table, exchange, retain=retain, accumulate=accumulate)
-            first = self.planner.placement.homes[0]
-            if first != self.index and wanted:
-                away = self.engine.receive_gradients_of_arguments(call.first, given, first)
-                parts = [summed(a, b) for a, b in zip(parts, away, strict=True)]
-            if self.workers.plane is not None and accumulate:
-                add_up(self.workers.plane, self.index, self.shares(call.plan), self.planner.store.tensor)
+            self.workers.tell_all(m.Backward(call.number, given, retain, accumulate))
+            others = self.others(call.stages)
+            others.send_gradients(given, gradients)
+            own = call.share.start
+            table = self.schedule.backward_table(len(call.share), self.mesh.pipeline)
+            exchange = BatchExchange(present=given[own:], seeds=gradients[own:])
+            found = self.engine.run(call.state, table, exchange, retain=retain, accumulate=accumulate)
+            away = others.gradients_of_arguments(given)
+            parts = [summed(a, b) for a, b in zip([*([{}] * own), *found], away, strict=True)]
+            if accumulate:
+                self.add_up(self.uses(call.plan), call.plan.num_microbatches)
             if self.timed:
                 self.collect_events()
             return parts
@@ -474,7 +529,7 @@ class Lead:
 
     def timeline(self) -> Timeline:
         """Returns what the stages did in the last calls."""
-        homes = self.planner.placement.homes if self.num_stages > self.num_processes else ()
+        homes = self.planner.placement.homes if self.num_stages > self.mesh.pipeline else ()
         return Timeline.from_events(self.events, num_stages=self.num_stages, names=self.stage_names, homes=homes)
 
     def close(self) -> None:
@@ -483,20 +538,16 @@ class Lead:
         self.closed = True
         self.step.close()
         if self.num_processes > 1 and self.workers.plane is not None and self.workers.alive:
-            self.workers.tell_all(m.Reset(self.num_processes))
+            self.workers.tell_all(m.Reset(self.mesh))
         self.start_over()
 
     def start_over(self) -> None:
         """Forgets what workers know; the next call tells them again."""
         self._known_plans.clear()
+        self._uses.clear()
+        self._arranged = False
         self.optimizers.forget()
         self._last_plan = -1
         self._freed.clear()
         self.home.forget()
         self.running_engine = None
-
-
-def _pairs(first: Sequence[Any], given: Sequence[frozenset[int]]) -> Iterator[tuple[Any, frozenset[int]]]:
-    for crossings, present in zip(first, given, strict=False):
-        for crossing in crossings:
-            yield crossing, present

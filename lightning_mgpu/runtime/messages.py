@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_mgpu.mesh import Mesh
 from lightning_mgpu.runtime.modes import Modes
 from lightning_mgpu.runtime.pack import Packed
 from lightning_mgpu.runtime.settings import Changes
@@ -51,9 +52,9 @@ class Hello:
 
 @dataclass
 class Reset:
-    """Lead: forget modules, tensors, optimizers and plans of an earlier module."""
+    """Lead: forget what there is of an earlier module, and stand in this mesh from now on."""
 
-    num_stages: int
+    mesh: Mesh
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Ship:
 
 @dataclass
 class AddPlan:
-    """Lead: know this plan; the packed object is (stages by rows and index, shares of parameters by name)."""
+    """Lead: know this plan; the packed object is (stages by rows and index, uses of shared parameters by name)."""
 
     number: int
     packed: Packed
@@ -89,7 +90,7 @@ class SetFlags:
 
 @dataclass
 class Forward:
-    """Lead: run the forward of one call; sizes are rows of each microbatch."""
+    """Lead: run the forward of one call; sizes are rows of each microbatch, over all replicas."""
 
     call: int
     schedule: str
@@ -110,7 +111,6 @@ class Backward:
     given: tuple[frozenset[int], ...]
     retain: bool
     accumulate: bool
-    input_gradients: bool
 
 
 @dataclass
@@ -120,10 +120,9 @@ class Train:
     Attributes:
         call: number of the call.
         schedule: name of the schedule.
-        microbatches: plan and rows of each.
+        microbatches: plan and rows of each, over all replicas.
         seed: seed of its random numbers.
         timed: whether to note what is done when.
-        input_gradients: whether the lead wants the gradients of what stage 0 takes.
         recomputed: the stages that are run again before their backwards.
     """
 
@@ -132,7 +131,6 @@ class Train:
     microbatches: tuple[tuple[int, int], ...]
     seed: int
     timed: bool
-    input_gradients: bool
     recomputed: frozenset[int] = frozenset()
 
 

@@ -24,7 +24,7 @@ from lightning_mgpu.runtime import messages as m
 from lightning_mgpu.runtime.engine import Call, Given
 from lightning_mgpu.runtime.exchange import summed
 from lightning_mgpu.runtime.pending import Pending
-from lightning_mgpu.runtime.sharing import Share, add_up
+from lightning_mgpu.runtime.replicas import OtherReplicas
 from lightning_mgpu.runtime.suspended import Suspended, Threads
 
 if TYPE_CHECKING:
@@ -164,52 +164,40 @@ class MicrobatchedStep:
     def _exchange(self, parts: list[_Microbatch], loss_of: Callable[[Any], Tensor | None], scale: float) -> None:
         lead = self.lead
         number = lead.next_number()
-        table = lead.schedule.table(len(parts), lead.num_processes)
-        first = [_stages(part)[0].inputs for part in parts]
-        wanted = any(c.requires_grad for crossings in first for c in crossings)
         message = m.Train(
             number, lead.schedule.name, tuple((part.plan.number, part.plan.sizes[0]) for part in parts), lead.seed_of(number),
-            lead.timed, wanted, lead.recomputed,
+            lead.timed, lead.recomputed,
         )  # fmt: skip
         lead.tell_before_call(parts[0].plan)
         lead.workers.tell_all(message)
-        for part in parts:
-            for index in lead.own_stages:
-                _stages(part)[index].program.prepare(lead.planner.store)
-        away = lead.planner.placement.homes[0] != lead.index
-        if away:
-            lead.engine.deal_out([part.inputs for part in parts], first, lead.planner.placement.homes[0])
-        exchange = _StepExchange(self, number, parts, loss_of, scale)
-        found = lead.engine.run(self._call(number, parts, message.seed), table, exchange)
-        if away and wanted:
-            given = [part.given or frozenset() for part in parts]
-            from_first = lead.engine.receive_gradients_of_arguments(first, given, lead.planner.placement.homes[0])
-            found = [summed(a, b) for a, b in zip(found, from_first, strict=True)]
-        if lead.workers.plane is not None:
-            shares: dict[str, Share] = {}
-            for part in parts:
-                shares.update(lead.shares(part.plan))
-            add_up(lead.workers.plane, lead.index, shares, lead.planner.store.tensor)
+        share = lead.mesh.deal(len(parts))[-1]
+        call = self._call(number, parts, share, message.seed)
+        for stage in (stage for stages in call.stages for stage in stages.values()):
+            stage.program.prepare(lead.planner.store)
+        others = lead.others([_stages(part) for part in parts])
+        others.deal_out([part.inputs for part in parts])
+        exchange = _StepExchange(self, number, parts, others, loss_of, scale)
+        found = lead.engine.run(call, lead.schedule.table(len(share), lead.mesh.pipeline), exchange)
+        away = others.gradients_of_arguments([part.given or frozenset() for part in parts])
+        found = [summed(a, b) for a, b in zip([*([{}] * share.start), *found], away, strict=True)]
+        lead.settle(call, len(parts))
+        lead.add_up({name: use for part in parts for name, use in lead.uses(part.plan).items()}, len(parts))
         if lead.timed:
             lead.collect_events()
         for part, gradients in zip(parts, found, strict=True):
             _into_arguments(part, gradients)
 
-    def _call(self, number: int, parts: Sequence[_Microbatch], seed: int) -> Call:
+    def _call(self, number: int, parts: Sequence[_Microbatch], share: range, seed: int) -> Call:
+        lead = self.lead
         runs = {
             index: StageRun(
-                self.lead.planner.store,
-                len(parts),
-                grad=True,
-                inference=False,
-                seed=seed,
-                alone=True,
-                recompute=index in self.lead.recomputed,
+                lead.planner.store, share, grad=True, inference=False, seed=seed, alone=True,
+                recompute=index in lead.recomputed, replicated=lead.mesh.data > 1,
             )
-            for index in self.lead.own_stages
-        }
-        stages = [{index: _stages(part)[index] for index in self.lead.own_stages} for part in parts]
-        return Call(number, stages, runs, self.lead.timed)
+            for index in lead.own_stages
+        }  # fmt: skip
+        stages = [{index: _stages(parts[i])[index] for index in lead.own_stages} for i in share]
+        return Call(number, stages, runs, lead.timed, share.start)
 
     def hand_over(self, factor: float) -> None:
         """Adds the gradients of the last step to those of the parameters, on all owners."""
@@ -219,31 +207,49 @@ class MicrobatchedStep:
 
 
 class _StepExchange:
-    """Gives the lead's engine what the user's steps give."""
+    """Gives the lead's engine what the user's steps give.
+
+    With the output of each microbatch of the lead's own replica come those of the others', which are as far by then: their
+    steps go on here too, and their gradients go back at once.
+    """
 
     def __init__(
         self,
         owner: MicrobatchedStep,
         number: int,
         parts: list[_Microbatch],
+        others: OtherReplicas,
         loss_of: Callable[[Any], Tensor | None],
         scale: float,
     ) -> None:
         self.owner = owner
         self.number = number
         self.parts = parts
+        self.others = others
         self.loss_of = loss_of
         self.scale = scale
+        self.own = others.shares[-1]
 
     def given(self, microbatch: int, *, wait: bool) -> Given | None:  # noqa: ARG002 - known as soon as anyone can ask
-        return self.parts[microbatch].given
+        return self.parts[self.own[microbatch]].given
 
     def inputs(self, stage: Stage, microbatch: int) -> list[Tensor]:
-        return [self.parts[microbatch].inputs[c.register] for c in stage.inputs]
+        return [self.parts[self.own[microbatch]].inputs[c.register] for c in stage.inputs]
 
     def made(self, microbatch: int, tensors: list[Tensor]) -> None:
-        """Lets the user's step go on with what the last stage made."""
-        part = self.parts[microbatch]
+        """Lets the user's step go on with what the last stage made, and so those of the other replicas' microbatches."""
+        self._go_on(self.parts[self.own[microbatch]], tensors)
+        for replica, share in enumerate(self.others.shares[:-1]):
+            if microbatch < len(share):
+                i = share[microbatch]
+                self._go_on(self.parts[i], self.others.result(replica, i))
+                gradients = self._differentiate(i)
+                self.others.send_gradient(replica, i, self.parts[i].given or frozenset(), gradients)
+
+    def gradients(self, microbatch: int) -> Mapping[int, Tensor]:
+        return self._differentiate(self.own[microbatch])
+
+    def _go_on(self, part: _Microbatch, tensors: list[Tensor]) -> None:
         needed = [c.requires_grad for c in _stages(part)[-1].sends]
         part.whole = [t.detach().requires_grad_(need) for t, need in zip(tensors, needed, strict=True)]
         with self.owner.lead.users_turn():
@@ -252,9 +258,9 @@ class _StepExchange:
                 raise AssertionError("a step pauses once")
             part.loss = self.loss_of(part.step.result)
 
-    def gradients(self, microbatch: int) -> Mapping[int, Tensor]:
-        """Runs the backward of the user's step as far as the pipelined module."""
-        part = self.parts[microbatch]
+    def _differentiate(self, i: int) -> Mapping[int, Tensor]:
+        """Runs the backward of the user's step on one microbatch of the batch as far as the pipelined module."""
+        part = self.parts[i]
         if part.loss is not None and part.loss.requires_grad:
             with self.owner.lead.users_turn():
                 seed = torch.full_like(part.loss, part.weight * self.scale)
@@ -263,7 +269,7 @@ class _StepExchange:
         found = {i: leaf.grad for i, leaf in enumerate(part.whole) if leaf.grad is not None}
         part.given = frozenset(found)
         part.forget_graph()
-        self.owner.lead.workers.tell_all(m.GivenGradients(self.number, microbatch, part.given))
+        self.others.tell(self.owner.lead.workers, i, m.GivenGradients(self.number, i, part.given))
         return {wanted[i]: gradient for i, gradient in found.items()}
 
 

@@ -167,8 +167,8 @@ class OwnedOptimizers:
         self._states = []
 
     def collect(self) -> list[list[PartState]]:
-        """Asks the workers for what their parts' steps made, by worker and optimizer."""
-        stages = list(self.lead.workers.stages)
+        """Asks the owners for what their parts' steps made, by owner and optimizer."""
+        stages = list(self.lead.owners)
         return self.lead.workers.collect(stages, "optimizers", [()] * len(stages))
 
     def take(self, states: Sequence[Sequence[PartState]]) -> None:

@@ -40,7 +40,14 @@ class Anchor:
 
 
 class RemoteCall:
-    """Is one call on its way: what the lead keeps of it until its backward."""
+    """Is one call on its way: what the lead keeps of it until its backward.
+
+    Attributes:
+        inputs: the arguments of each microbatch of the batch, by register.
+        stages: all stages, for each microbatch.
+        share: the microbatches of the lead's own replica.
+        state: what this process runs of it.
+    """
 
     def __init__(self, lead: Lead, plan: CallPlan, number: int, inputs: Sequence[dict[int, Tensor]], *, grad: bool) -> None:
         self.lead = lead
@@ -50,16 +57,17 @@ class RemoteCall:
         self.grad = grad
         self.ended = False
         self.inference, self.seed = torch.is_inference_mode_enabled(), lead.seed_of(number)
+        self.share = lead.mesh.deal(plan.num_microbatches)[-1]
         runs = {
             index: StageRun(
-                lead.planner.store, plan.num_microbatches, grad=grad, inference=self.inference, seed=self.seed,
-                recompute=index in lead.recomputed,
+                lead.planner.store, self.share, grad=grad, inference=self.inference, seed=self.seed,
+                recompute=index in lead.recomputed, replicated=lead.mesh.data > 1,
             )
             for index in lead.own_stages
         }  # fmt: skip
-        stages = [{index: plan.stages[rows][index] for index in lead.own_stages} for rows in plan.sizes]
-        self.state = Call(number, stages, runs, lead.timed)
-        self.first = [plan.stages[rows][0].inputs for rows in plan.sizes]
+        self.stages = [plan.stages[rows] for rows in plan.sizes]
+        own = [{index: self.stages[i][index] for index in lead.own_stages} for i in self.share]
+        self.state = Call(number, own, runs, lead.timed, self.share.start)
 
     def message(self, schedule: str) -> m.Forward:
         """Tells the workers of the call."""

@@ -107,7 +107,7 @@ def _dealt(
         return own, meta, []
     primary = lead.planner.placement.primary
     wishes = []
-    for process in lead.workers.stages:
+    for process in lead.owners:
         away = {k: hidden_name(v) for k, v in state.items() if _is_away(v) and primary(hidden_name(v)) == process}
         held = [[names.name_of[id(p)] for p in _parameters(optimizer) if is_hidden(p)] for optimizer in optimizers if states]
         held = [[name for name in of_one if primary(name) == process] for of_one in held]
@@ -145,9 +145,9 @@ def _plans(lead: Lead | None, wishes: Sequence[m.SaveShard]) -> list[Any]:
     if lead is None or not wishes:
         return []
     with lead.failures.guarded("saving a checkpoint"):
-        for process, wish in enumerate(wishes):
+        for process, wish in zip(lead.owners, wishes, strict=True):
             lead.workers.tell(process, wish)
-        answers = [lead.workers.expect(process, m.ShardPlan) for process in range(len(wishes))]
+        answers = [lead.workers.expect(process, m.ShardPlan) for process in lead.owners]
     errors = [f"process {process}: {answer.error}" for process, answer in enumerate(answers) if answer.error is not None]
     if errors:
         raise CheckpointError(f"the checkpoint can't be written in shards: {'; '.join(errors)}")
@@ -158,8 +158,8 @@ def _told_to_write(lead: Lead | None, plans: Sequence[Any]) -> list[Callable[[],
     if lead is None or not plans:
         return []
     with lead.failures.guarded("saving a checkpoint"):
-        waits = [lead.workers.writing(process) for process in range(len(plans))]
-        for process, plan in enumerate(plans):
+        waits = [lead.workers.writing(process) for process in lead.owners]
+        for process, plan in zip(lead.owners, plans, strict=True):
             lead.workers.tell(process, m.WriteShard(plan))
     return waits
 

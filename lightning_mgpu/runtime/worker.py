@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,18 +25,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_mgpu import tree
+from lightning_mgpu.mesh import Mesh
 from lightning_mgpu.partition.stage import Stage, StageRun
 from lightning_mgpu.runtime import gradients
 from lightning_mgpu.runtime import messages as m
-from lightning_mgpu.runtime.dataplane import CommunicationError, DataPlane, Receipt
+from lightning_mgpu.runtime.dataplane import CommunicationError, DataPlane
 from lightning_mgpu.runtime.engine import Call, Engine, Given
 from lightning_mgpu.runtime.exchange import WorkerExchange
 from lightning_mgpu.runtime.modes import set_modes
 from lightning_mgpu.runtime.own_shard import OwnShard
 from lightning_mgpu.runtime.pack import Packed, pack, unpack
 from lightning_mgpu.runtime.pending import Pending
+from lightning_mgpu.runtime.replicas import settle
 from lightning_mgpu.runtime.settings import apply
-from lightning_mgpu.runtime.sharing import Share, add_up, lend, take_back
+from lightning_mgpu.runtime.sharing import Use, add_up, lend, shares_in, take_back
 from lightning_mgpu.runtime.steps import PartState, part_state, received, step_part
 from lightning_mgpu.schedule.catalog import SCHEDULES
 
@@ -92,16 +94,18 @@ class Worker:
     def connect(self, path: str) -> None:
         """Joins the data plane, which waits for all other stages."""
         self.plane = DataPlane(path, self.process, self.num_processes, self.device)
-        self._forget()
+        self._forget(Mesh(self.num_processes))
 
     @property
     def lead(self) -> int:
         return self.num_processes - 1
 
-    def _forget(self) -> None:
+    def _forget(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.replica = mesh.replica(self.process)
         self.store = WorkerStore()
-        self.engine = Engine(self.process, self.num_processes, self.store, self.plane, self.device)
-        self.plans: dict[int, tuple[dict[int, dict[int, Stage]], dict[str, Share]]] = {}
+        self.engine = Engine(self.process, mesh.row(self.replica), self.store, self.plane, self.device, replica=self.replica)
+        self.plans: dict[int, tuple[dict[int, dict[int, Stage]], dict[str, Use]]] = {}
         self.calls: dict[int, tuple[Call, m.Forward]] = {}
         self.pending = Pending()
         self.optimizers: list[Optimizer] = []
@@ -186,8 +190,8 @@ class Worker:
     def _unpack(self, packed: Packed) -> Any:
         return unpack(self.plane.receive_packed(packed, self.lead), self.store.find)
 
-    def _on_reset(self, _: m.Reset) -> None:
-        self._forget()
+    def _on_reset(self, message: m.Reset) -> None:
+        self._forget(message.mesh)
 
     def _on_load(self, message: m.Load) -> None:
         tensors, grads = self._unpack(message.packed)
@@ -215,10 +219,10 @@ class Worker:
         self.store.modules.update(self._unpack(message.packed))
 
     def _on_addplan(self, message: m.AddPlan) -> None:
-        stages, shares = self._unpack(message.packed)
+        stages, uses = self._unpack(message.packed)
         for stage in (stage for every in stages.values() for stage in every.values()):
             stage.program.move_to(self.device)
-        self.plans[message.number] = (stages, shares)
+        self.plans[message.number] = (stages, uses)
 
     def _on_setflags(self, message: m.SetFlags) -> None:
         for path, modes in message.training.items():
@@ -228,26 +232,28 @@ class Worker:
 
     def _on_forward(self, message: m.Forward) -> None:
         every = [self.plans[message.plan][0][rows] for rows in message.sizes]
-        schedule, count = SCHEDULES[message.schedule], len(message.sizes)
         call = self._call(
             message.call, every, grad=message.grad, inference=message.inference, seed=message.seed, timed=message.timed,
             recomputed=message.recomputed,
         )  # fmt: skip
         with torch.inference_mode(message.inference), torch.set_grad_enabled(message.grad):
-            table = schedule.forward_table(count, self.num_processes)
-            self.engine.run(call, table, WorkerExchange(self._arguments(call), _no_gradients))
+            if call.stages:
+                table = SCHEDULES[message.schedule].forward_table(len(call.stages), self.mesh.pipeline)
+                self.engine.run(call, table, self._exchange(call, _no_gradients))
+            self._settle(call, every)
         if message.grad:
             self.calls[message.call] = (call, message)
 
     def _on_backward(self, message: m.Backward) -> None:
         call, forward = self.calls[message.call] if message.retain else self.calls.pop(message.call)
-        table = SCHEDULES[forward.schedule].backward_table(len(forward.sizes), self.num_processes)
-        exchange = WorkerExchange((), lambda i, _: message.given[i])
-        found = self.engine.run(call, table, exchange, retain=message.retain, accumulate=message.accumulate)
-        if message.input_gradients and self._has_first(call):
-            self.engine.return_gradients(call, found, message.given, self.lead)
+        given = [message.given[call.first + i] for i in range(len(call.stages))]
+        if call.stages:
+            table = SCHEDULES[forward.schedule].backward_table(len(call.stages), self.mesh.pipeline)
+            exchange = WorkerExchange(self.engine, call, (), lambda i, _: given[i], self.lead)
+            found = self.engine.run(call, table, exchange, retain=message.retain, accumulate=message.accumulate)
+            self.engine.return_gradients(call, found, given, self.lead)
         if message.accumulate:
-            add_up(self.plane, self.process, self.plans[forward.plan][1], self.store.tensors.__getitem__)
+            self._add_up(self.plans[forward.plan][1], len(forward.sizes))
 
     def _on_train(self, message: m.Train) -> None:
         every = [self.plans[plan][0][rows] for plan, rows in message.microbatches]
@@ -262,18 +268,19 @@ class Worker:
                 said = self.inbox.get()
                 if not isinstance(said, m.GivenGradients) or said.call != message.call:
                     raise TypeError(f"the lead said {type(said).__name__} in the middle of a training step")
-                given[said.microbatch] = said.given
+                given[said.microbatch - call.first] = said.given
             return given.get(microbatch)
 
         self.pending.begin([t for t in self.store.tensors.values() if isinstance(t, nn.Parameter)])
-        table = SCHEDULES[message.schedule].table(len(every), self.num_processes)
-        with torch.enable_grad():
-            found = self.engine.run(call, table, WorkerExchange(self._arguments(call), ask))
-        present = [ask(i, True) or frozenset() for i in range(len(every))]
-        if message.input_gradients and self._has_first(call):
+        if call.stages:
+            table = SCHEDULES[message.schedule].table(len(call.stages), self.mesh.pipeline)
+            with torch.enable_grad():
+                found = self.engine.run(call, table, self._exchange(call, ask))
+            present = [ask(i, True) or frozenset() for i in range(len(call.stages))]
             self.engine.return_gradients(call, found, present, self.lead)
-        shares = {name: share for plan, _ in message.microbatches for name, share in self.plans[plan][1].items()}
-        add_up(self.plane, self.process, shares, self.store.tensors.__getitem__)
+        self._settle(call, every)
+        uses = {name: use for plan, _ in message.microbatches for name, use in self.plans[plan][1].items()}
+        self._add_up(uses, len(every))
         self.pending.end()
 
     def _on_handover(self, message: m.HandOver) -> None:
@@ -291,21 +298,30 @@ class Worker:
         recomputed: frozenset[int],
         alone: bool = False,
     ) -> Call:
-        for stage in (stage for stages in every for stage in stages.values()):
+        """Begins this replica's part of a call; ``every`` has the stages here for each microbatch of the batch."""
+        share = self.mesh.deal(len(every))[self.replica]
+        own = [every[i] for i in share]
+        for stage in (stage for stages in own for stage in stages.values()):
             stage.program.prepare(self.store)
         runs = {
             index: StageRun(
-                self.store, len(every), grad=grad, inference=inference, seed=seed, alone=alone, recompute=index in recomputed
+                self.store, share, grad=grad, inference=inference, seed=seed, alone=alone, recompute=index in recomputed,
+                replicated=self.mesh.data > 1,
             )
-            for index in every[0]
-        }
-        return Call(number, every, runs, timed)
+            for index in (own[0] if own else ())
+        }  # fmt: skip
+        return Call(number, own, runs, timed, share.start)
 
-    def _has_first(self, call: Call) -> bool:
-        return 0 in call.stages[0]
+    def _exchange(self, call: Call, given: Callable[[int, bool], Given | None]) -> WorkerExchange:
+        return WorkerExchange(self.engine, call, self.engine.receive_arguments(call, self.lead), given, self.lead)
 
-    def _arguments(self, call: Call) -> list[list[Receipt]]:
-        return self.engine.receive_arguments(call, self.lead) if self._has_first(call) else []
+    def _settle(self, call: Call, every: Sequence[Mapping[int, Stage]]) -> None:
+        settle(
+            self.plane, self.mesh, self.process, store=self.store, stages=every[0], runs=call.runs, num_microbatches=len(every)
+        )
+
+    def _add_up(self, uses: Mapping[str, Use], num_microbatches: int) -> None:
+        add_up(self.plane, self.process, shares_in(self.mesh, uses, num_microbatches), self.store.tensors.__getitem__)
 
     def _on_free(self, message: m.Free) -> None:
         for number in message.calls:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,19 +19,18 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
-from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_mgpu import tree
-from lightning_mgpu.errors import PartitionError, counted
+from lightning_mgpu.errors import PartitionError
+from lightning_mgpu.mesh import Mesh, check_size, mesh_of
 from lightning_mgpu.microbatch import check_num_microbatches, num_microbatches_for
 from lightning_mgpu.partition.cost import Balance, check_balance
-from lightning_mgpu.partition.cut import CutRequest, check_cut_names
-from lightning_mgpu.partition.names import Names
+from lightning_mgpu.partition.cut import CutRequest
 from lightning_mgpu.plots import save_gantt
-from lightning_mgpu.runtime.attach import Attachment, count_layers
+from lightning_mgpu.runtime.attach import Attachment
 from lightning_mgpu.runtime.lead import Lead
 from lightning_mgpu.runtime.separable import check_optimizer
 from lightning_mgpu.runtime.workers import Workers, threads_per_process
@@ -40,6 +38,7 @@ from lightning_mgpu.schedule.catalog import SCHEDULES, schedule_named
 from lightning_mgpu.strategies.attended import attend_callbacks, attend_profiler, put_uncompiled_steps, warn_of_compiled
 from lightning_mgpu.strategies.averaging import cover_averaging
 from lightning_mgpu.strategies.by_microbatch import LoggedValues, deal_batch, join_outputs
+from lightning_mgpu.strategies.checks import check_module, check_schedule, check_workers
 from lightning_mgpu.strategies.optimizing import cover_gradients, cover_wrappers, gradient_norm, replace_optimizers
 from lightning_mgpu.strategies.saving import SavingStrategy
 from lightning_mgpu.timeline import Timeline
@@ -53,7 +52,7 @@ class PipelineStrategy(SavingStrategy):
     """Trains, validates and predicts with a module cut into stages, one on each device (GPipe, Huang et al. 2019).
 
     The user's process is the *lead*: it runs the Trainer and holds the last stage; ``devices - 1`` worker processes hold the
-    others. To Lightning the pipeline is one device: ``world_size`` is 1, no sampler is injected, no script is run again.
+    others. To Lightning all of them are one device: ``world_size`` is 1, no sampler is injected, no script is run again.
 
     Args:
         num_microbatches: parts a batch is split into along its first dimension; ``"auto"`` is four per stage. Never more
@@ -73,6 +72,10 @@ class PipelineStrategy(SavingStrategy):
             come first. A stage with buffers that a forward changes, batch norm's aside, keeps its activations all the same.
         timeline: whether to record what each stage does when; read ``strategy.timeline`` afterwards. A path saves a picture
             (``.png``) or a trace (``.json``) there at the end of the run.
+        pipeline_parallel_size: devices that share one copy of the model; ``"auto"`` is what ``data_parallel_size`` leaves.
+        data_parallel_size: copies of the model (replicas), each on devices of its own. They share the microbatches of every
+            batch, so that ``num_microbatches`` is the number of each; the batch, its loss and its metrics stay those of one
+            device.
         workers: worker processes to use, which are left running; by default the strategy starts its own and ends them with
             the Trainer.
         start_timeout_s: seconds to wait for worker processes to start.
@@ -101,6 +104,8 @@ class PipelineStrategy(SavingStrategy):
         self_check: bool | Literal["auto"] = "auto",
         activation_checkpointing: bool | Literal["all but last"] = False,
         timeline: bool | str | Path = False,
+        pipeline_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = 1,
         workers: Workers | None = None,
         start_timeout_s: float = 300.0,
         save_distributed_checkpoint: bool = False,
@@ -124,6 +129,8 @@ class PipelineStrategy(SavingStrategy):
         check_balance(balance)
         if not isinstance(self_check, bool) and self_check != "auto":
             raise PartitionError(f'self_check={self_check!r} is not possible; use True, False or "auto"')
+        self.pipeline_parallel_size = check_size("pipeline_parallel_size", pipeline_parallel_size)
+        self.data_parallel_size = check_size("data_parallel_size", data_parallel_size)
         self.request = CutRequest(None if cuts is None else tuple(cuts), balance)
         self.module = module
         self.self_check: bool | Literal["auto"] = self_check
@@ -161,9 +168,18 @@ class PipelineStrategy(SavingStrategy):
             self._root_device = devices[0]
 
     @property
+    def mesh(self) -> Mesh:
+        """How the devices are arranged.
+
+        Raises:
+            PartitionError: where the sizes do not multiply to the number of devices.
+        """
+        return mesh_of(self.num_devices, pipeline=self.pipeline_parallel_size, data=self.data_parallel_size)
+
+    @property
     def num_stages(self) -> int:
-        """Number of stages: one per device, or two, as the schedule has it."""
-        return len(self.schedule.homes(len(self._stage_devices))) if self._stage_devices else 0
+        """Number of stages of each replica: one per device, or two, as the schedule has it."""
+        return len(self.schedule.homes(self.mesh.pipeline)) if self._stage_devices else 0
 
     @property
     def num_devices(self) -> int:
@@ -200,16 +216,10 @@ class PipelineStrategy(SavingStrategy):
 
     def _check_before_start(self) -> None:
         """Raises for whatever can be known before processes start."""
-        if self._workers is not None and self._workers.num_stages != self.num_devices:
-            raise PartitionError(
-                f"workers={self._workers.num_stages} devices do not fit a Trainer with devices={self.num_devices}; "
-                f"use Workers(devices={self.num_devices})"
-            )
-        if self._workers is not None and self._workers.devices != (*self._stage_devices[1:], self._stage_devices[0]):
-            raise PartitionError(
-                f"workers on {', '.join(map(str, self._workers.devices))} do not fit a Trainer whose devices are "
-                f"{', '.join(map(str, self._stage_devices))}; use Workers(devices={list(map(str, self._stage_devices))})"
-            )
+        root = self.lightning_module
+        assert root is not None
+        if self._workers is not None:
+            check_workers(self._workers, self._stage_devices)
         if self.num_nodes > 1:
             raise PartitionError(f"num_nodes={self.num_nodes} is not possible: a pipeline runs on one host; use num_nodes=1")
         if self._layer_sync is not None:
@@ -218,33 +228,8 @@ class PipelineStrategy(SavingStrategy):
                 "statistics are those of the whole batch anyway; use sync_batchnorm=False, and num_microbatches=1 where the "
                 "whole batch has to be normalised at once"
             )
-        if self.num_microbatches != "auto" and (why := self.schedule.why_not(self.num_microbatches, self.num_devices)):
-            fitting = [m for m in range(1, 4 * self.num_microbatches + 9) if not self.schedule.why_not(m, self.num_devices)]
-            near = sorted(sorted(fitting, key=lambda m: abs(m - int(self.num_microbatches)))[:3])
-            raise PartitionError(
-                f"num_microbatches={self.num_microbatches} is not possible with schedule={self.schedule.name!r} on "
-                f'{counted(self.num_devices, "device")}: {why} Use {", ".join(map(str, near))} or "auto"'
-            )
-        root = self.lightning_module
-        assert root is not None
-        if self.schedule.scope == "microbatch" and not root.automatic_optimization:
-            raise PartitionError(
-                f"schedule={self.schedule.name!r} runs backwards in the middle of training_step, and "
-                f'{type(root).__name__} runs them itself (automatic_optimization=False); use schedule="gpipe"'
-            )
-        names = Names(root)
-        if self.module is not None and self.module not in names.module_at:
-            raise PartitionError(_unknown_module_text(self.module, names))
-        if self.request.cuts is not None:
-            check_cut_names(self.request.cuts, names, self.num_stages)
-        pipelined = root if self.module is None else names.module_at[self.module]
-        num_layers = count_layers(pipelined)
-        lazy = any(isinstance(p, nn.parameter.UninitializedParameter) for p in pipelined.parameters())
-        if 0 < num_layers < self.num_stages and not lazy:
-            raise PartitionError(
-                f"cannot cut {counted(num_layers, 'layer')} of {type(pipelined).__name__} into {self.num_stages} stages; "
-                f"use at most {counted(num_layers, 'stage')} (devices={num_layers // self.schedule.stages_per_process})"
-            )
+        check_schedule(self.schedule, self.num_microbatches, self.mesh.pipeline, root)
+        check_module(root, self.module, self.request, self.schedule, self.num_stages)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -264,10 +249,11 @@ class PipelineStrategy(SavingStrategy):
         assert root is not None
         trainer = root.trainer
         for optimizer in self.optimizers:
-            check_optimizer(optimizer, self.num_stages)
+            check_optimizer(optimizer, self.num_devices)
         lead = Lead(
             root,
             self.workers,
+            mesh=self.mesh,
             num_microbatches=self.num_microbatches,
             schedule=self.schedule,
             request=self.request,
@@ -372,8 +358,9 @@ class PipelineStrategy(SavingStrategy):
         return joined
 
     def _count(self, batch_size: int) -> int:
-        wanted = num_microbatches_for(self.num_microbatches, self.num_devices, batch_size)
-        return self.schedule.num_microbatches(wanted, self.num_devices)
+        mesh = self.mesh
+        wanted = num_microbatches_for(self.num_microbatches, mesh.pipeline, max(1, batch_size // mesh.data))
+        return min(self.schedule.num_microbatches(wanted, mesh.pipeline) * mesh.data, batch_size)
 
     def _log(self, plain: Callable[..., None]) -> Callable[..., None]:
         """Keeps what microbatches log until the batch is done."""
@@ -531,6 +518,16 @@ class PipelineStrategy(SavingStrategy):
     @override
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         strategy_registry.register(cls.strategy_name, cls, description="GPipe-style pipeline over the devices of one host")
+        strategy_registry.register(
+            "mgpu_hybrid", cls, description="two replicas of a pipeline, each on half of the devices", data_parallel_size=2
+        )
+        strategy_registry.register(
+            "mgpu_data_parallel",
+            cls,
+            description="a replica of the model on each device",
+            pipeline_parallel_size=1,
+            data_parallel_size="auto",
+        )
         for name in SCHEDULES:
             if name != "gpipe":
                 described = f"pipeline over the devices of one host, schedule {name}"
@@ -540,12 +537,6 @@ class PipelineStrategy(SavingStrategy):
 def _loss_of(output: Any) -> torch.Tensor | None:
     loss: torch.Tensor | None = output["loss"] if isinstance(output, Mapping) else output
     return loss
-
-
-def _unknown_module_text(module: str, names: Names) -> str:
-    known = [path for path in names.module_at if path]
-    near = difflib.get_close_matches(module, known, n=3, cutoff=0.3) or known[:3]
-    return f"module={module!r} names no module; the nearest names are {', '.join(map(repr, near))}"
 
 
 if PipelineStrategy.strategy_name not in StrategyRegistry.available_strategies():

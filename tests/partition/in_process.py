@@ -86,7 +86,7 @@ class InProcess:
     def run_forward(self, call: RemoteCall) -> list[Tensor]:
         plan, own = call.plan, call.state.runs[self.num_stages - 1]
         self.runs = [
-            StageRun(store, plan.num_microbatches, grad=call.grad, inference=own.inference, seed=own.seed)
+            StageRun(store, range(plan.num_microbatches), grad=call.grad, inference=own.inference, seed=own.seed)
             for store in self.stores[:-1]
         ] + [own]
         for j, every in enumerate(self.stages[plan.number]):

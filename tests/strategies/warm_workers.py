@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import pytest
 
@@ -60,14 +61,15 @@ def warm_workers(held_processes: HeldProcesses) -> Iterator[WarmWorkers]:
     workers.close_all()
 
 
-def run_on_stages(case: Case, num_stages: int, warm_workers: WarmWorkers) -> RunRecord:
-    """Trains a case on a pipeline of so many stages."""
-    with warm_workers.lend(num_stages) as workers:
+def run_on_stages(case: Case, num_devices: int, warm_workers: WarmWorkers, **strategy: Any) -> RunRecord:
+    """Trains a case on so many devices: as many stages, unless ``strategy`` has other options."""
+    options = {"num_microbatches": case.num_microbatches, **case.strategy, **strategy}
+    with warm_workers.lend(num_devices) as workers:
         return run_fit(
             case.module,
             case.data,
-            strategy=PipelineStrategy(num_microbatches=case.num_microbatches, workers=workers, **case.strategy),
-            devices=num_stages,
+            strategy=PipelineStrategy(workers=workers, **options),
+            devices=num_devices,
             validate=case.validate,
             predict=case.predict,
             **case.trainer(),
