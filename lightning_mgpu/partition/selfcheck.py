@@ -201,12 +201,17 @@ def _compare_gradients(planner: Planner, plan: CallPlan, got: Sequence[Tensor], 
     if not pairs or not trained:
         return
     seeds = [torch.randn_like(b) for _, b in pairs]
-    ours = torch.autograd.grad([a for a, _ in pairs], list(trained.values()), seeds, allow_unused=True)
-    theirs = torch.autograd.grad([b for _, b in pairs], list(trained.values()), seeds, allow_unused=True)
+    ours = _dense(torch.autograd.grad([a for a, _ in pairs], list(trained.values()), seeds, allow_unused=True))
+    theirs = _dense(torch.autograd.grad([b for _, b in pairs], list(trained.values()), seeds, allow_unused=True))
     largest = max((float(t.abs().max()) for t in tree.tensors_in(theirs) if t.numel()), default=0.0)
     for name, a, b in zip(trained, ours, theirs, strict=True):
         if not _close_or_missing(a, b, largest * 1e-3):
             raise SelfCheckError(_text(plan, f"the gradient of {name!r}", a, b))
+
+
+def _dense(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Fills sparse gradients up, as those of an embedding may be."""
+    return [g if g is None or g.layout == torch.strided else g.to_dense() for g in gradients]
 
 
 def _made_by(plan: CallPlan, register: int) -> str:

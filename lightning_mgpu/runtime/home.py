@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +13,7 @@ from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.plan import CallPlan
 from lightning_mgpu.partition.recording import is_leaf_type
 from lightning_mgpu.runtime import messages as m
+from lightning_mgpu.runtime.copies import Copies
 from lightning_mgpu.runtime.modes import Modes, modes_of
 from lightning_mgpu.runtime.pack import pack
 from lightning_mgpu.runtime.placeholder import hide, is_hidden, restore
@@ -21,7 +22,7 @@ from lightning_mgpu.runtime.unmade import is_unmade
 if TYPE_CHECKING:
     from lightning_mgpu.runtime.lead import Lead
 
-__all__ = ["Home", "check_gradient_hooks"]
+__all__ = ["Home", "check_dense", "check_gradient_hooks"]
 
 
 def check_gradient_hooks(names: Names, path: str) -> None:
@@ -46,23 +47,44 @@ def check_gradient_hooks(names: Names, path: str) -> None:
             )
 
 
+def check_dense(names: Names, shared: Collection[str]) -> None:
+    """Refuses sparse gradients of parameters that several processes hold, since those add them up whole.
+
+    Args:
+        names: names below the root.
+        shared: the tensors that several processes hold.
+
+    Raises:
+        PlacementError: with the name of the module and the remedy.
+    """
+    for path, module in names.module_at.items():
+        if getattr(module, "sparse", False) is True and f"{path}.weight".lstrip(".") in shared:
+            raise PlacementError(
+                f"{path} ({type(module).__name__}) makes sparse gradients, and several processes hold its weight, which need "
+                "them whole; use sparse=False, or data_parallel_size=1 and no other layer with the same weight"
+            )
+
+
 class Home:
     """Knows what each worker has of the module.
 
     Attributes:
         away: whether values live with their owners now.
+        copies: what the lead shares with workers.
         modes: the ``training`` flags each worker knows, by path.
         needs: the ``requires_grad`` flags each worker knows, by name.
     """
 
     def __init__(self, lead: Lead) -> None:
         self.lead = lead
+        self.copies = Copies(lead)
         self.forget()
 
     def forget(self) -> None:
         """Starts over: workers know nothing, everything is here."""
         stages = self.lead.workers.stages
         self.away = False
+        self.copies.release()
         self._hidden_buffers: list[str] = []
         self._sent: dict[int, set[str]] = {j: set() for j in stages}
         self._modules: dict[int, dict[int, str]] = {j: {} for j in stages}
@@ -141,17 +163,19 @@ class Home:
             tensor = names.tensors[name] if names.kinds[name] == "parameter" else names.current(name)
             hide(tensor, name, max(placement.owners[name]))
         self._hidden_buffers = [name for name in placement.away() if names.kinds[name] == "buffer"]
+        self.copies.watch()
         self.away = True
 
-    def send_replaced(self) -> None:
-        """Sends owners the buffers that the user has put in the place of placeholders."""
+    def send_changed(self) -> None:
+        """Sends owners the buffers that the user has put in the place of placeholders, and what was changed of copies."""
         names = self.lead.planner.names
         replaced = [name for name in self._hidden_buffers if not is_hidden(names.current(name))]
-        if replaced:
+        if changed := [*replaced, *self.copies.changed()]:
             for sent in self._sent.values():
-                sent.difference_update(replaced)
+                sent.difference_update(changed)
             self.send_tensors()
             self.hide()
+            self.copies.note()
 
     def bring_attributes(self) -> None:
         """Brings what torch's own layers have computed elsewhere and keep beside their weights, as a pruned layer does."""
@@ -174,10 +198,12 @@ class Home:
         for sent in self._sent.values():
             sent.clear()
         self.send_tensors()
+        self.copies.note()
 
     def stay(self) -> None:
         """Makes what was brought home the truth; workers' copies are old from now on."""
         self.away = False
+        self.copies.release()
         for sent in self._sent.values():
             sent.clear()
 

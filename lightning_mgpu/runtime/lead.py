@@ -29,7 +29,7 @@ from lightning_mgpu.runtime.checkpoint import OwnedState
 from lightning_mgpu.runtime.engine import Call, Engine
 from lightning_mgpu.runtime.exchange import BatchExchange, summed
 from lightning_mgpu.runtime.failure import Failures
-from lightning_mgpu.runtime.home import Home, check_gradient_hooks
+from lightning_mgpu.runtime.home import Home, check_dense, check_gradient_hooks
 from lightning_mgpu.runtime.microbatched import MicrobatchedStep
 from lightning_mgpu.runtime.modes import modes_of
 from lightning_mgpu.runtime.optimizers import OwnedOptimizers
@@ -300,6 +300,7 @@ class Lead:
             self.origins.make_here(self.planner.names.tensors)
             self._known_plans.add(plan.number)
             return
+        check_dense(self.planner.names, self.planner.placement.shared())
         _ = self.engine  # waits for processes that are starting
         with self.failures.guarded("placement"):
             if not self._arranged:
@@ -402,11 +403,12 @@ class Lead:
                 runs=call.runs,
                 num_microbatches=num_microbatches,
             )
+            self.home.copies.note()
 
     def tell_before_call(self, plan: CallPlan) -> None:
         """Tells workers what changed since the last call."""
         if self.num_processes > 1:
-            self.home.send_replaced()
+            self.home.send_changed()
             if plan.number != self._last_plan:
                 self._send_flags()
                 self._last_plan = plan.number

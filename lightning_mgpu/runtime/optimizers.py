@@ -112,12 +112,14 @@ class OwnedOptimizers:
         changes = settings.take_changes(optimizer)
         with self.lead.failures.guarded("optimizer step"):
             self.lead.workers.settle()  # no owner steps where the backward failed on another
+            self.lead.home.send_changed()
             self.lead.workers.tell_all(m.Step(index, changes.on_host(), dict(kwargs)))
             apply(part, changes)
             if self.lead.workers.plane is not None:
                 lend(self.lead.workers.plane, self.lead.index, owners, self.lead.planner.store.tensor)
             step_part(part, kwargs)
             take_back(self.lead.index, owners, self.lead.planner.store.tensor)
+            self.lead.home.copies.note()
         for number, group in enumerate(part.param_groups):
             if group["params"]:
                 settings.take_group(optimizer, number, group_values(group))
