@@ -66,6 +66,35 @@ def test_goes_on(
         assert_equal_runs(uninterrupted.run(module, saved_on).since(step), resumed, exact=True)
 
 
+REPLICAS = {"num_microbatches": 2, "data_parallel_size": 2}
+PAIRS = [  # devices, and options of the strategy
+    pytest.param((0, {}), (4, REPLICAS), id="one device to 2x2"),
+    pytest.param((4, REPLICAS), (0, {}), id="2x2 to one device"),
+    pytest.param((4, REPLICAS), (4, REPLICAS), id="2x2 to 2x2"),
+    pytest.param((3, {"num_microbatches": 4}), (2, REPLICAS), id="3x1 to 1x2"),
+    pytest.param((2, REPLICAS), (3, {"num_microbatches": 4}), id="1x2 to 3x1"),
+    pytest.param((4, REPLICAS | {"save_distributed_checkpoint": True}), (2, REPLICAS), id="2x2 in shards to 1x2"),
+]
+
+
+@pytest.mark.parametrize(("saved_on", "resumed_on"), PAIRS)
+def test_goes_on_over_replicas(
+    saved_on: tuple[int, dict[str, Any]],
+    resumed_on: tuple[int, dict[str, Any]],
+    uninterrupted: Uninterrupted,
+    tmp_path: Path,
+    warm_workers: WarmWorkers,
+) -> None:
+    (num_devices, options), path = saved_on, tmp_path / "saved.ckpt"
+    whole = run(built(Tied), num_devices, warm_workers, SaveAt({3: path}), strategy=options)
+    num_devices, options = resumed_on
+    resumed = run(built(Tied), num_devices, warm_workers, ckpt_path=path, weights_only=True, strategy=options)
+    resumed.metrics = {}
+    assert list(resumed.losses) == list(range(4, 11))
+    assert_equal_runs(uninterrupted.run(Tied, 0).since(3), resumed)
+    assert_equal_runs(uninterrupted.run(Tied, 0).since(3), whole.since(3))
+
+
 @pytest.mark.parametrize("module", CASES)
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 @pytest.mark.parametrize("step", STEPS)

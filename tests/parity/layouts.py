@@ -66,10 +66,16 @@ def _leaf_difference(expected: Any, actual: Any, *, exact: bool) -> str | None:
 
 
 class Layouts:
-    """Makes observations on one device and on stages."""
+    """Makes observations on one device and on stages.
 
-    def __init__(self, warm_workers: WarmWorkers) -> None:
+    Args:
+        warm_workers: Where to get workers.
+        replicas: Whether devices hold whole copies of the module instead of stages.
+    """
+
+    def __init__(self, warm_workers: WarmWorkers, *, replicas: bool = False) -> None:
         self._warm_workers = warm_workers
+        self._replicas = replicas
 
     def one_device(self, observe: Observe) -> Any:
         """Makes an observation on one device."""
@@ -85,9 +91,11 @@ class Layouts:
             **strategy: Arguments of the strategy; four microbatches unless it says otherwise.
         """
         with self._warm_workers.lend(num_stages) as workers, _quietly(), repeatable():
+            copies = {"num_microbatches": 2, "data_parallel_size": num_stages}
+            options = copies if self._replicas else {"num_microbatches": 4}
 
             def make(**kwargs: Any) -> Trainer:
-                pipeline = PipelineStrategy(workers=workers, **{"num_microbatches": 4, **strategy})
+                pipeline = PipelineStrategy(workers=workers, **{**options, **strategy})
                 return make_trainer(strategy=pipeline, devices=num_stages, **kwargs)
 
             yield make
@@ -121,6 +129,12 @@ def _quietly() -> Iterator[None]:
         for remark in (*REMARKS, *_OF_LIGHTNING):
             warnings.filterwarnings("ignore", message=remark)
         yield
+
+
+@pytest.fixture(scope="session", params=["stages", "replicas"])
+def layouts_of_any_kind(request: pytest.FixtureRequest, warm_workers: WarmWorkers) -> Layouts:
+    """Makes observations on one device, and on stages or on replicas."""
+    return Layouts(warm_workers, replicas=request.param == "replicas")
 
 
 @pytest.fixture(scope="session")

@@ -57,23 +57,23 @@ def observe_clipped(make_module: Any, make_data: Any, **trainer: Any) -> Any:
 
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping(algorithm: str, num_stages: int, layouts: Layouts) -> None:
+def test_clipping(algorithm: str, num_stages: int, layouts_of_any_kind: Layouts) -> None:
     options = {"gradient_clip_val": 0.05, "gradient_clip_algorithm": algorithm}
-    clipped, _ = layouts.same(observe_clipped(lambda: Optimized(SGD), data.vectors, **options), num_stages)
+    clipped, _ = layouts_of_any_kind.same(observe_clipped(lambda: Optimized(SGD), data.vectors, **options), num_stages)
     gradients = torch.cat([g.flatten() for g in clipped[-1].values()])
     reached = gradients.norm() if algorithm == "norm" else gradients.abs().max()
     assert float(reached) == pytest.approx(0.05, rel=1e-4)
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_clipping_counts_a_shared_parameter_once(num_stages: int, layouts: Layouts) -> None:
+def test_clipping_counts_a_shared_parameter_once(num_stages: int, layouts_of_any_kind: Layouts) -> None:
     observe = observe_clipped(TiedHead, data.sentences, gradient_clip_val=0.05)
-    clipped, _ = layouts.same(observe, num_stages)
+    clipped, _ = layouts_of_any_kind.same(observe, num_stages)
     assert float(torch.cat([g.flatten() for g in clipped[-1].values()]).norm()) == pytest.approx(0.05, rel=1e-4)
 
 
-def test_nothing_is_clipped_below_the_bound(layouts: Layouts) -> None:
-    layouts.same(observe_clipped(lambda: Optimized(SGD), data.vectors, gradient_clip_val=1e3))
+def test_nothing_is_clipped_below_the_bound(layouts_of_any_kind: Layouts) -> None:
+    layouts_of_any_kind.same(observe_clipped(lambda: Optimized(SGD), data.vectors, gradient_clip_val=1e3))
 
 
 # -- clipping by the user ----------------------------------------------------------------------------------------------
@@ -122,18 +122,18 @@ class ClipsByTorch(Optimized):
 @pytest.mark.parametrize(
     ("how", "norm_type"), [("norm", 2.0), ("norm", 1.0), ("norm", float("inf")), ("norm of one", 2.0), ("value", 0.0)]
 )
-def test_torchs_functions_clip_all_stages(how: str, norm_type: float, num_stages: int, layouts: Layouts) -> None:
+def test_torchs_functions_clip_all_stages(how: str, norm_type: float, num_stages: int, layouts_of_any_kind: Layouts) -> None:
     def observe(make_trainer: Any) -> Any:
         module = ClipsByTorch(how, norm_type)
         make_trainer(max_steps=3).fit(module, data.vectors())
         return [norm.detach() for norm in module.norms], dict(module.state_dict())
 
-    layouts.same(observe, num_stages)
+    layouts_of_any_kind.same(observe, num_stages)
 
 
-def test_torchs_functions_are_what_they_were_afterwards(layouts: Layouts) -> None:
+def test_torchs_functions_are_what_they_were_afterwards(layouts_of_any_kind: Layouts) -> None:
     before = torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_
-    with layouts.lent() as make_trainer:
+    with layouts_of_any_kind.lent() as make_trainer:
         make_trainer(max_steps=1).fit(ClipsByTorch("norm"), data.vectors())
     assert (torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_) == before
 
@@ -177,13 +177,13 @@ class _Infinity(torch.autograd.Function):
         return gradient * torch.inf
 
 
-def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(layouts: Layouts) -> None:
+def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(layouts_of_any_kind: Layouts) -> None:
     def observe(make_trainer: Any) -> Any:
         with pytest.raises(RuntimeError, match="non-finite") as caught:
             make_trainer(max_steps=1).fit(Infinite(SGD), data.vectors())
         return type(caught.value).__name__, str(caught.value)
 
-    layouts.same(observe)
+    layouts_of_any_kind.same(observe)
 
 
 # -- norms and states of all stages ------------------------------------------------------------------------------------
@@ -212,9 +212,9 @@ class AsksForNorms(Callback):
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_gradient_norm(num_stages: int, layouts: Layouts) -> None:
+def test_gradient_norm(num_stages: int, layouts_of_any_kind: Layouts) -> None:
     asks = AsksForNorms()
-    with layouts.lent(num_stages) as make_trainer:
+    with layouts_of_any_kind.lent(num_stages) as make_trainer:
         trainer, module = make_trainer(max_steps=3, callbacks=[asks]), TiedHead()
         trainer.fit(module, data.sentences())
         whole = nn.utils.get_total_norm([p.grad for p in module.parameters() if p.grad is not None])
@@ -259,18 +259,18 @@ class AsksForState(Callback):
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_full_state_dict(num_stages: int, layouts: Layouts) -> None:
+def test_full_state_dict(num_stages: int, layouts_of_any_kind: Layouts) -> None:
     def observe(make_trainer: Any) -> Any:
         asks, module = AsksForState(), TiedHead()
         make_trainer(max_steps=3, callbacks=[asks]).fit(module, data.sentences())
         assert asks.states[-1].keys() == module.state_dict().keys()
         return asks.states
 
-    layouts.same(observe, num_stages)
+    layouts_of_any_kind.same(observe, num_stages)
 
 
-def test_full_state_dict_is_a_copy(layouts: Layouts) -> None:
-    with layouts.lent() as make_trainer:
+def test_full_state_dict_is_a_copy(layouts_of_any_kind: Layouts) -> None:
+    with layouts_of_any_kind.lent() as make_trainer:
         trainer, module = make_trainer(max_steps=1), Mlp()
         trainer.fit(module, data.vectors())
         state = trainer.strategy.full_state_dict()

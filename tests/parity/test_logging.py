@@ -18,8 +18,8 @@ from tests.zoo.data import vector_splits, vectors, vectors_in_batches_of
 from tests.zoo.steps import Mlp
 
 
-def test_every_option_of_log(layouts: Layouts) -> None:
-    seen = layouts.same(lambda make: log(make, NotesInEveryWay))
+def test_every_option_of_log(layouts_of_any_kind: Layouts) -> None:
+    seen = layouts_of_any_kind.same(lambda make: log(make, NotesInEveryWay))
     names = {name for _, row in seen["rows"] for name in row}
     assert {"train_both_step", "train_both_epoch", "val_sum", "train_a_epoch", "train_max_function"} <= names
     assert "train_unlogged" not in names
@@ -30,8 +30,8 @@ def test_every_option_of_log(layouts: Layouts) -> None:
     assert seen["tested"][0].keys() == seen["validated"][0].keys()
 
 
-def test_log_every_n_steps(layouts: Layouts) -> None:
-    seen = layouts.same(lambda make: log(make, NotesInEveryWay, log_every_n_steps=2))
+def test_log_every_n_steps(layouts_of_any_kind: Layouts) -> None:
+    seen = layouts_of_any_kind.same(lambda make: log(make, NotesInEveryWay, log_every_n_steps=2))
     assert [step for step, row in seen["rows"] if "train_step" in row] == [1, 3, 5]
 
 
@@ -41,13 +41,13 @@ class NotesByCallable(Noting):
         self.log(f"{stage}_median", loss, on_step=False, on_epoch=True, reduce_fx=torch.median)
 
 
-def test_a_reduction_of_ones_own_is_lightnings_error(layouts: Layouts) -> None:
+def test_a_reduction_of_ones_own_is_lightnings_error(layouts_of_any_kind: Layouts) -> None:
     def refusal(make: MakeTrainer) -> str:
         with pytest.raises(Exception, match=r"Only `self.log\(..., reduce_fx={min,max,mean,sum}\)` are supported") as caught:
             log(make, NotesByCallable)
         return f"{type(caught.value).__name__}: {caught.value}"
 
-    layouts.same(refusal)
+    layouts_of_any_kind.same(refusal)
 
 
 # -- metric objects ----------------------------------------------------------------------------------------------------
@@ -99,8 +99,8 @@ class WithMetrics(Noting):
     on_test_epoch_end = on_validation_epoch_end
 
 
-def test_metric_objects(layouts: Layouts) -> None:
-    seen = layouts.same(lambda make: log(make, WithMetrics))
+def test_metric_objects(layouts_of_any_kind: Layouts) -> None:
+    seen = layouts_of_any_kind.same(lambda make: log(make, WithMetrics))
     names = {name for _, row in seen["rows"] for name in row}
     assert {"largest", "listed_step", "listed_epoch", "group_mse", "group_mae", "computed", "val_group_mse"} <= names
 
@@ -119,13 +119,13 @@ class NamesAnotherMetric(Noting):
         self.log("stray", stray)
 
 
-def test_a_metric_that_is_no_attribute_is_lightnings_error(layouts: Layouts) -> None:
+def test_a_metric_that_is_no_attribute_is_lightnings_error(layouts_of_any_kind: Layouts) -> None:
     def refusal(make: MakeTrainer) -> str:
         with pytest.raises(Exception, match="Could not find the `LightningModule` attribute for the") as caught:
             log(make, NamesAnotherMetric)
         return str(caught.value)
 
-    layouts.same(refusal)
+    layouts_of_any_kind.same(refusal)
 
 
 class MetricInPipelinedRoot(Mlp):
@@ -152,14 +152,14 @@ class MetricInPipelinedRoot(Mlp):
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_metrics_among_the_children_of_the_pipelined_module(num_stages: int, layouts: Layouts) -> None:
+def test_metrics_among_the_children_of_the_pipelined_module(num_stages: int, layouts_of_any_kind: Layouts) -> None:
     def observe(make: MakeTrainer) -> Any:
         sheet, module = Sheet(), MetricInPipelinedRoot()
         trainer = make(max_epochs=2, logger=sheet)
         trainer.fit(module, vector_splits())
         return sheet.rows, dict(trainer.callback_metrics), dict(module.state_dict())
 
-    layouts.same(observe, num_stages)
+    layouts_of_any_kind.same(observe, num_stages)
 
 
 # -- several loaders ---------------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class NotesByLoader(Noting):
     test_step = validation_step
 
 
-def test_add_dataloader_idx(layouts: Layouts) -> None:
+def test_add_dataloader_idx(layouts_of_any_kind: Layouts) -> None:
     def observe(make: MakeTrainer) -> Any:
         sheet, module = Sheet(), NotesByLoader()
         trainer = make(max_epochs=1, logger=sheet)
@@ -186,7 +186,7 @@ def test_add_dataloader_idx(layouts: Layouts) -> None:
         trainer.fit(module, vectors(), loaders)
         return sheet.rows, dict(trainer.callback_metrics), trainer.test(module, loaders, verbose=False)
 
-    _, callbacks, tested = layouts.same(observe)
+    _, callbacks, tested = layouts_of_any_kind.same(observe)
     assert {"numbered/dataloader_idx_0", "numbered/dataloader_idx_1", "named_0", "named_1"} <= callbacks.keys()
     assert [sorted(each) for each in tested] == [
         ["named_0", "numbered/dataloader_idx_0"],

@@ -57,20 +57,20 @@ def _settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.filterwarnings("ignore:.*`self.log.*barebones")
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_option(options: dict[str, Any], layouts: Layouts) -> None:
+def test_option(options: dict[str, Any], layouts_of_any_kind: Layouts) -> None:
     def observe(make: MakeTrainer) -> Any:
         module = Measured()
         trainer = make(**{"max_epochs": 3, **options})
         trainer.fit(module, loader(), loader(20))
         return left(module, trainer)
 
-    assert layouts.same(observe)["steps"] > 0
+    assert layouts_of_any_kind.same(observe)["steps"] > 0
 
 
 # -- one Trainer call after the other ----------------------------------------------------------------------------------
 
 
-def test_evaluation_without_fit(layouts: Layouts) -> None:
+def test_evaluation_without_fit(layouts_of_any_kind: Layouts) -> None:
     def observe(make: MakeTrainer) -> Any:
         module, trainer = Measured(), make()
         found = [
@@ -82,14 +82,14 @@ def test_evaluation_without_fit(layouts: Layouts) -> None:
         ]
         return found, left(module, trainer)
 
-    (_, _, predictions, none, several), _ = layouts.same(observe, 3)
+    (_, _, predictions, none, several), _ = layouts_of_any_kind.same(observe, 3)
     assert [len(each) for each in predictions] == [8, 8, 4]
     assert none is None
     assert [[len(each) for each in of_loader] for of_loader in several] == [[8], [5, 5, 2]]
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_calls_in_turn(num_stages: int, layouts: Layouts) -> None:
+def test_calls_in_turn(num_stages: int, layouts_of_any_kind: Layouts) -> None:
     def observe(make: MakeTrainer) -> Any:
         module, trainer = Measured(), make(max_epochs=1)
         seen = []
@@ -103,11 +103,11 @@ def test_calls_in_turn(num_stages: int, layouts: Layouts) -> None:
         another.fit(module, loader())
         return seen, left(module, another)
 
-    seen, _ = layouts.same(observe, num_stages)
+    seen, _ = layouts_of_any_kind.same(observe, num_stages)
     assert [rest["steps"] for _, rest in seen] == [3, 6, 9]
 
 
-def test_another_module_with_the_same_trainer(layouts: Layouts) -> None:
+def test_another_module_with_the_same_trainer(layouts_of_any_kind: Layouts) -> None:
     def observe(make: MakeTrainer) -> Any:
         first, second, trainer = Measured(), Measured(lr=0.01), make(max_epochs=1)
         trainer.fit(first, loader())
@@ -115,10 +115,10 @@ def test_another_module_with_the_same_trainer(layouts: Layouts) -> None:
         trainer.fit(second, loader())
         return left(first, trainer), left(second, trainer)
 
-    layouts.same(observe)
+    layouts_of_any_kind.same(observe)
 
 
-def test_frozen_and_thawed(layouts: Layouts) -> None:
+def test_frozen_and_thawed(layouts_of_any_kind: Layouts) -> None:
     def observe(make: MakeTrainer) -> Any:
         module, trainer = Measured(), make(max_epochs=1)
         module.freeze()
@@ -127,7 +127,7 @@ def test_frozen_and_thawed(layouts: Layouts) -> None:
         trainer.fit(module, loader())
         return scores, left(module, trainer)
 
-    _, rest = layouts.same(observe)
+    _, rest = layouts_of_any_kind.same(observe)
     assert len(rest["trained"]) == 6
 
 
@@ -152,13 +152,13 @@ class EvaluatesInBetween(Callback):
 
 
 @pytest.mark.parametrize("callback", [Stops, EvaluatesInBetween])
-def test_callback_that_steers(callback: Callable[[], Callback], layouts: Layouts) -> None:
+def test_callback_that_steers(callback: Callable[[], Callback], layouts_of_any_kind: Layouts) -> None:
     def observe(make: MakeTrainer) -> Any:
         module, trainer = Measured(), make(max_epochs=3, callbacks=[callback()])
         trainer.fit(module, loader(), loader(20))
         return left(module, trainer)
 
-    assert layouts.same(observe)["steps"] == (2 if callback is Stops else 9)
+    assert layouts_of_any_kind.same(observe)["steps"] == (2 if callback is Stops else 9)
 
 
 class SkipsEpochs(Measured):
@@ -232,14 +232,14 @@ class KeepsOutputs(Measured):
 @pytest.mark.parametrize(
     "module", [SkipsEpochs, ReturnsNothing, BeginsWithNothing, ReturnsMore, TakesTheIterator, KeepsOutputs]
 )
-def test_training_step(module: type[Measured], layouts: Layouts) -> None:
+def test_training_step(module: type[Measured], layouts_of_any_kind: Layouts) -> None:
     def observe(make: MakeTrainer) -> Any:
         made, losses = module(), Losses()
         trainer = make(max_epochs=2, callbacks=[losses])
         trainer.fit(made, loader(20), loader(20))
         return left(made, trainer), losses.kept
 
-    rest, _ = layouts.same(observe)
+    rest, _ = layouts_of_any_kind.same(observe)
     assert rest["steps"] > 0
 
 
@@ -251,17 +251,17 @@ class ValidatesNothing(Measured):
         return None if batch_idx < 2 else super().validation_step(batch, batch_idx)
 
 
-def test_validation_step_that_skips(layouts: Layouts) -> None:
+def test_validation_step_that_skips(layouts_of_any_kind: Layouts) -> None:
     def observe(make: MakeTrainer) -> Any:
         module, trainer = ValidatesNothing(), make(max_epochs=1)
         scores = trainer.validate(module, loader(), verbose=False)
         trainer.fit(module, loader(), loader())
         return scores, left(module, trainer)
 
-    layouts.same(observe)
+    layouts_of_any_kind.same(observe)
 
 
-def test_what_the_trainer_says_of_itself(layouts: Layouts) -> None:
+def test_what_the_trainer_says_of_itself(layouts_of_any_kind: Layouts) -> None:
     def observe(make: MakeTrainer) -> Any:
         seen = []
 
@@ -276,4 +276,4 @@ def test_what_the_trainer_says_of_itself(layouts: Layouts) -> None:
         make(max_epochs=2, callbacks=[Asks()]).fit(Measured(), loader())
         return seen
 
-    layouts.same(observe)
+    layouts_of_any_kind.same(observe)

@@ -217,13 +217,13 @@ class SkipsItAll(Optimized):
             optimizer.step(closure=optimizer_closure)
 
 
-def test_a_hook_that_leaves_the_closure_out_is_refused_as_on_one_device(layouts: Layouts) -> None:
+def test_a_hook_that_leaves_the_closure_out_is_refused_as_on_one_device(layouts_of_any_kind: Layouts) -> None:
     def observe(make_trainer: Any) -> Any:
         with pytest.raises(Exception, match="closure hasn't been executed") as caught:
             make_trainer(max_steps=3).fit(SkipsItAll(SGD), data.vectors())
         return type(caught.value).__name__, str(caught.value)
 
-    layouts.same(observe)
+    layouts_of_any_kind.same(observe)
 
 
 # -- parameters that join later ----------------------------------------------------------------------------------------

@@ -209,9 +209,7 @@ class SparseEmbedding(pl.LightningModule):
 
 
 def test_sparse_gradients_are_refused(warm_workers: WarmWorkers) -> None:
-    with pytest.raises(
-        PlacementError, match=r"model\.0 \(Embedding\) makes sparse gradients, and several processes"
-    ):
+    with pytest.raises(PlacementError, match=r"model\.0 \(Embedding\) makes sparse gradients, and several processes"):
         fit(SparseEmbedding(), warm_workers)
 
 
