@@ -4,6 +4,7 @@ from pathlib import Path
 
 import lightning as L
 import pytest
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -13,11 +14,19 @@ from lightning_mgpu import PipelineStrategy
 from lightning_mgpu.app.config_dir import find_config_dir
 from lightning_mgpu.app.single import single_device
 from lightning_mgpu.examples import CNN, DigitsDataModule, Linear, RandomLinearDataModule, TwoLayerLinear
+from lightning_mgpu.mesh import Mesh
+from lightning_mgpu.schedule.catalog import SCHEDULES
 from tests.app.composition import choices, compose_train
 
 MODELS = {"cnn": CNN, "linear": Linear, "two_layer_linear": TwoLayerLinear}
 DATA = {"digits": DigitsDataModule, "random": RandomLinearDataModule}
-STRATEGIES = {"single": str, "ddp": DDPStrategy, "pipeline": PipelineStrategy}
+PIPELINES = {  # by choice: schedule, and the mesh of four devices
+    "pipeline": ("gpipe", Mesh(4, 1)),
+    **{f"pipeline_{name}": (name, Mesh(4, 1)) for name in SCHEDULES if name != "gpipe"},
+    "hybrid": ("gpipe", Mesh(2, 2)),
+    "data_parallel": ("gpipe", Mesh(1, 4)),
+}
+STRATEGIES = {"single": str, "ddp": DDPStrategy, **dict.fromkeys(PIPELINES, PipelineStrategy)}
 
 
 def test_the_groups_hold_what_is_tested_here() -> None:
@@ -54,6 +63,13 @@ def test_mnist(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("choice", "kind"), STRATEGIES.items())
 def test_strategy(choice: str, kind: type, tmp_path: Path) -> None:
     assert type(instantiate(compose_train(tmp_path, f"strategy={choice}").strategy, _convert_="all")) is kind
+
+
+@pytest.mark.parametrize(("choice", "wanted"), PIPELINES.items())
+def test_a_strategy_is_what_its_name_says(choice: str, wanted: tuple[str, Mesh], tmp_path: Path) -> None:
+    strategy = instantiate(compose_train(tmp_path, f"strategy={choice}").strategy, _convert_="all")
+    strategy.parallel_devices = [torch.device("cpu")] * 4
+    assert (strategy.schedule.name, strategy.mesh) == wanted
 
 
 @pytest.mark.parametrize("choice", choices("experiment"))
