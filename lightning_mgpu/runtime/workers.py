@@ -272,19 +272,22 @@ class Workers:
             try:
                 plane = made.get(timeout=_LOOK_S)
             except queue.Empty:
-                for process in self._processes:
-                    if process.ended.is_set():
-                        raise self._start_error(process, f"{process.how_it_ended()} while it was connected") from None
+                self._check_connected()
                 if time.monotonic() > deadline_s:
                     how = f"was not connected in {self.start_timeout_s:.0f} s"
                     raise self._start_error(self._processes[0], how) from None
                 continue
+            self._check_connected()  # one may have ended just after it was connected
             if isinstance(plane, Exception):
                 raise plane
-            for process in self._processes:  # one may have ended just after it was connected
-                if process.ended.is_set():
-                    raise self._start_error(process, f"{process.how_it_ended()} while it was connected") from None
             return plane
+
+    def _check_connected(self) -> None:
+        """Raises where a process ended: of several the one that was killed, since the others lost touch with that one."""
+        ended = [(process, process.how_it_ended()) for process in self._processes if process.ended.is_set()]
+        if ended:
+            process, how = min(ended, key=lambda each: (each[0].popen.returncode or 0) >= 0)
+            raise self._start_error(process, f"{how} while it was connected") from None
 
     def _start_error(self, process: _Process, how: str) -> WorkerStartError:
         """Ends all processes, and says which one did not start."""

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -132,7 +133,6 @@ def test_one_of_two_workers_that_cannot_start(tmp_path: Path, monkeypatch: pytes
     assert not workers.started
 
 
-@pytest.mark.skip(reason="sometimes fails on a busy machine, for a reason not found yet")
 def test_a_worker_that_dies_while_it_is_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = Workers(devices=3)
 
@@ -149,6 +149,25 @@ def test_a_worker_that_dies_while_it_is_connected(monkeypatch: pytest.MonkeyPatc
         "(no output)"
     )
     assert new_processes() == []
+
+
+def ended(stage: int, returncode: int, how: str) -> Any:
+    """Stands for a process that has ended."""
+    done = threading.Event()
+    done.set()
+    popen = SimpleNamespace(returncode=returncode, kill=lambda: None)
+    thread = SimpleNamespace(join=lambda _: None)
+    return SimpleNamespace(
+        stage=stage, ended=done, popen=popen, how_it_ended=lambda: how, output=[f"I am {stage}"], threads=[thread, thread]
+    )
+
+
+def test_of_several_workers_that_end_the_one_that_was_killed_is_named() -> None:
+    """The others end since they lost touch with it, and may be noticed first."""
+    workers = Workers(devices=4)
+    workers._processes = [ended(0, 1, "ended with exit code 1"), ended(1, -9, "was killed"), ended(2, 1, "ended as well")]
+    with pytest.raises(WorkerStartError, match=r"stage 1 \(cpu\) was killed while it was connected; it printed:\nI am 1"):
+        workers._check_connected()
 
 
 def test_workers_that_nobody_used_end_at_once() -> None:
