@@ -101,7 +101,7 @@ def cut(
     else:
         costs = node_costs(graph, body.nodes, names, request.balance)
         counts = [any(names.kinds[w] == "parameter" for w in weights) for weights in body.weights]
-        _check_layers(sum(counts), placement.num_stages, names.module_at[path])
+        _check_layers(sum(counts), placement.num_stages, names.module_at[path], _layers_after_batch(graph, batching, names))
         legal, crossing = [not r for r in reasons[:count]], body.crossing()[:count]
         try:
             positions = partition(costs, placement.num_stages, crossing=crossing, legal=legal, counts=counts)
@@ -126,12 +126,24 @@ def _only_reads(node: Node, name: str, names: Names) -> bool:
     return not node.is_module and names.kinds[name] == "buffer" and name not in node.changes
 
 
-def _check_layers(num_layers: int, num_stages: int, module: torch.nn.Module) -> None:
+def _check_layers(num_layers: int, num_stages: int, module: torch.nn.Module, after_batch: str) -> None:
     if num_layers < num_stages:
         raise PartitionError(
             f"cannot cut {counted(num_layers, 'layer')} of {type(module).__name__} into {num_stages} stages; "
-            f"use at most {counted(max(num_layers, 1), 'stage')} (devices={max(num_layers, 1)})"
+            f"use at most {counted(max(num_layers, 1), 'stage')} (devices={max(num_layers, 1)}){after_batch}"
         )
+
+
+def _layers_after_batch(graph: Graph, batching: Batching, names: Names) -> str:
+    """Says how many layers can't be cut since they follow what looks across the batch; nothing where there are none."""
+    parameters = {w for i in batching.tail for w in weights_of(graph, i, names) if names.kinds[w] == "parameter"}
+    layers = {name.rpartition(".")[0] for name in parameters}
+    if not layers:
+        return ""
+    return (
+        f", or num_microbatches=1: {graph.nodes[batching.tail[0]]} looks across the whole batch, so what follows it, with "
+        f"{counted(len(layers), 'layer')}, runs on the lead"
+    )
 
 
 def _positions_by_owner(

@@ -240,6 +240,7 @@ class Planner:
         self._refuse_counted_buffers(path, stages, len(sizes))
         if path not in self._planned and len(sizes) > 1:
             self._name_counted_buffers(path, stages)
+            self._name_batch_norms(path, stages)
             self._name_promoted(whole)
         self._planned.add(path)
         inputs = tuple(batching.dims[r] for r in dict.fromkeys(whole.graph.inputs))
@@ -273,6 +274,17 @@ class Planner:
             remark(
                 f"{self._describe(path)} changes the buffers {', '.join(sorted(counted))} in its forward, which every "
                 "microbatch does again; use num_microbatches=1 where once per batch matters",
+            )
+
+    def _name_batch_norms(self, path: str, stages: dict[int, tuple[Stage, ...]]) -> None:
+        """Warns of batch norms, which see a microbatch where one device shows them the batch."""
+        steps = [step for stage in next(iter(stages.values())) for step in stage.program.steps]
+        norms = list(dict.fromkeys(str(step.target) for step in steps if step.batch_norm and step.changes))
+        if norms:
+            shown = ", ".join(norms[:3]) + (", ..." if len(norms) > 3 else "")
+            remark(
+                f"{self._describe(path)} has batch norms ({shown}), which normalise each microbatch by itself; use "
+                "num_microbatches=1 where the whole batch has to be normalised at once",
             )
 
     def _refuse_counted_buffers(self, path: str, stages: dict[int, tuple[Stage, ...]], num_microbatches: int) -> None:

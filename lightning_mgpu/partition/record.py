@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from lightning_mgpu.errors import RecordingError
+from lightning_mgpu.errors import MgpuError, RecordingError
 from lightning_mgpu.partition.graph import (
     Guard,
 )
@@ -73,7 +75,25 @@ class Recorder:
                     if stop.path == root or stop.path in self.promoted:
                         raise RecordingError(_unrecordable_text(module, stop)) from None
                     self.promoted[stop.path] = f"{stop.reason} ({stop.line})"
+                except MgpuError:
+                    raise
+                except Exception as error:
+                    _end_at_users_line(error)
+                    raise
         raise AssertionError("every restart promotes another module")
+
+
+def _end_at_users_line(error: Exception) -> None:
+    """Leaves out what torch's fake tensors and the recording did below the line of the forward that failed."""
+    package = Path(__file__).parents[1]
+    foreign = tuple(map(str, (Path(torch.__file__).parent, package / "partition", package / "runtime")))
+    last, frame = None, error.__traceback__
+    while frame is not None:
+        if not frame.tb_frame.f_code.co_filename.startswith(foreign):
+            last = frame
+        frame = frame.tb_next
+    if last is not None:
+        last.tb_next = None
 
 
 def _unrecordable_text(module: nn.Module, stop: Unrecordable) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mgpu.mesh import Mesh
 from lightning_mgpu.partition.cut import CutRequest
 from lightning_mgpu.partition.gather import deal_inputs, finish, gather
 from lightning_mgpu.partition.plan import CallPlan, Planner
@@ -43,6 +44,7 @@ class InProcess:
     ) -> None:
         self.module = module
         self.num_stages = num_stages
+        self.mesh = Mesh(num_stages)
         self.check = check
         self.planner = Planner(module, num_stages, num_microbatches, CutRequest(cuts))
         self.planner.fetch = self.at_home

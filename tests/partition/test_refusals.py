@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mgpu.errors import MgpuError, PartitionError, RecordingError, SelfCheckError, ShippingError
+from lightning_mgpu.partition.names import Names
+from lightning_mgpu.partition.record import Recorder
 from tests.partition.forwards.control import Three
 from tests.partition.in_process import InProcess
 
@@ -173,6 +176,31 @@ def test_refused_with_the_reason(
     assert pipeline.planner.placement.owners == {} or error is SelfCheckError
 
 
+class BatchedNearTheEnd(nn.Module):
+    """Looks across the batch when most of its work is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(64, 64)
+        self.fc2 = nn.Linear(64, 4)
+        self.fc3 = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc2(self.fc1(x))
+        y: Tensor = self.fc3(x - x.mean(0))
+        return y
+
+
+def test_layers_behind_a_look_across_the_batch_are_named_where_they_are_missed() -> None:
+    text = (
+        r"cannot cut 2 layers of BatchedNearTheEnd into 3 stages; use at most 2 stages \(devices=2\), or num_microbatches=1: "
+        r"mean \(.*\) looks across the whole batch, so what follows it, with 1 layer, runs on the lead"
+    )
+    with pytest.raises(PartitionError, match=text):
+        InProcess(BatchedNearTheEnd(), 3, 4)(torch.zeros(8, 64))
+    assert InProcess(BatchedNearTheEnd(), 3, 1)(torch.zeros(8, 64)).shape == (8, 4)
+
+
 def test_compiled_code_stays_with_the_lead(seed: int) -> None:
     def scripted() -> nn.Module:
         return torch.jit.script(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
@@ -195,3 +223,26 @@ def test_a_refused_forward_leaves_the_module_as_it_was(seed: int) -> None:
         InProcess(module, 2, 2)(torch.randn(8, 6) * 100)
 
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+class WrongWidth(nn.Module):
+    """Has a second layer that does not take what the first one makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(12, 8)
+        self.fc2 = nn.Linear(10, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.fc2(torch.relu(self.fc1(x)))
+        return y
+
+
+def test_a_mistake_in_shapes_ends_at_the_users_line() -> None:
+    """What torch's fake tensors do below it is some twenty frames that are nobody's business."""
+    module = WrongWidth()
+    with pytest.raises(RuntimeError, match=r"8.*10") as caught:
+        Recorder(Names(module)).record(module, (torch.zeros(4, 12),), {})
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert last.name == "forward"
+    assert last.line == "y: Tensor = self.fc2(torch.relu(self.fc1(x)))"
