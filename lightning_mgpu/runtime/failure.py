@@ -23,6 +23,7 @@ __all__ = ["Failures", "RemoteTraceback"]
 
 _REPORT_WAIT_S = 1.0
 _SURRENDER_WAIT_S = 60.0
+_OUT_OF_MEMORY = ("OutOfMemoryError", "MemoryError", "can't allocate memory", "out of memory. Tried")
 
 
 class RemoteTraceback(Exception):  # noqa: N818 - it is no error of its own
@@ -107,7 +108,7 @@ class Failures:
         if lead.mesh.data > 1:
             place += f" of replica {lead.mesh.replica(process)} of {lead.mesh.data}"
         when = f" in microbatch {microbatch}" if microbatch is not None else ""
-        return f"{place} failed{when} ({doing}): {summary}"
+        return f"{place} failed{when} ({doing}): {summary}{_remedy(summary)}"
 
     def _of_reports(
         self, reports: Mapping[int, m.Failure | None], ends: Mapping[int, str], error: BaseException, doing: str, note: str
@@ -171,6 +172,16 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
+
+
+def _remedy(summary: str) -> str:
+    """Says what to do where memory has run out."""
+    if not any(sign in summary for sign in _OUT_OF_MEMORY):
+        return ""
+    return (
+        '; to need less memory use activation_checkpointing=True, schedule="1f1b" (which keeps the activations of fewer '
+        "microbatches), a larger num_microbatches, smaller batches, or more devices"
+    )
 
 
 def _in_a_step(reports: Mapping[int, m.Failure | None]) -> bool:

@@ -48,6 +48,19 @@ def exit_with_3() -> None:
     os._exit(3)
 
 
+def need_too_much_memory() -> None:
+    """Asks for a gigabyte where this process may have a hundred megabytes more than it has."""
+    import resource
+
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 100 * 2**20, limits[1]))
+    try:
+        torch.ones(2**28)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
 def sleep_a_minute() -> None:
     time.sleep(60)
 
