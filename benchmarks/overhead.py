@@ -11,7 +11,7 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
@@ -50,6 +50,12 @@ VARIANTS = (
     Variant("lightning-ddp", ("benchmarks.lightning_fit", "--strategy=ddp"), num_started=2, num_processes=2),
 )
 SCHEDULE_VARIANTS = tuple(make(schedule) for schedule in TORCH_NAMES if schedule != "gpipe" for make in (_bare, _ours))
+DEEPSPEED = Variant("deepspeed-1f1b", ("benchmarks.deepspeed_pipeline",), num_started=2, num_processes=2)
+FEATURES = tuple(
+    replace(_ours(schedule), name=f"mgpu-{schedule}+features", command=(*_ours(schedule).command, "--with-features"))
+    for schedule in TORCH_NAMES
+)
+OTHERS = (*SCHEDULE_VARIANTS, DEEPSPEED, *FEATURES)
 NUM_CHECKED_STEPS = 3
 
 
@@ -99,7 +105,7 @@ def table(variants: Sequence[Variant], rounds: Mapping[str, Sequence[Steps]]) ->
     """
     bases: dict[str, Callable[[str], str]] = {
         ACCUMULATION: lambda _: ACCUMULATION,
-        "bare script": lambda name: f"bare-{name.partition('-')[2]}" if name.startswith("mgpu-") else BARE_GPIPE,
+        "bare script": _bare_script_of,
     }
     head = [f"throughput / {base}" for base in bases]
     lines = [["variant", "processes x threads", "ms a step, median (range)", *head]]
@@ -115,6 +121,12 @@ def table(variants: Sequence[Variant], rounds: Mapping[str, Sequence[Steps]]) ->
             cells.append(_spread([b / o for b, o in zip(others, own, strict=True)], 3))
         lines.append(cells)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _bare_script_of(name: str) -> str:
+    """Names the bare script with the same schedule, or that of gpipe where there is none."""
+    schedule = name.partition("-")[2].partition("+")[0]
+    return f"bare-{schedule}" if schedule in TORCH_NAMES else BARE_GPIPE
 
 
 def _median_ms(steps: Steps) -> float:
@@ -134,7 +146,7 @@ def _drift(rounds: Mapping[str, Sequence[Steps]]) -> float:
 
 def _parse() -> tuple[argparse.Namespace, Case]:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    names = [variant.name for variant in (*VARIANTS, *SCHEDULE_VARIANTS)]
+    names = [variant.name for variant in (*VARIANTS, *OTHERS)]
     parser.add_argument("--variants", nargs="+", choices=names, default=[variant.name for variant in VARIANTS])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a round")
@@ -153,7 +165,7 @@ def _parse() -> tuple[argparse.Namespace, Case]:
 def main() -> None:
     """Starts the variants, checks that they agree, times them in turns and prints the table."""
     arguments, case = _parse()
-    variants = [variant for variant in (*VARIANTS, *SCHEDULE_VARIANTS) if variant.name in arguments.variants]
+    variants = [variant for variant in (*VARIANTS, *OTHERS) if variant.name in arguments.variants]
     load, _, _ = os.getloadavg()
     print(f"{case}; torch {torch.__version__}, {os.cpu_count()} cores, load before {load:.2f}", flush=True)
     with ExitStack() as stack:

@@ -56,6 +56,7 @@ def test_equals_the_same_microbatches_on_one_device(case: Case, warm_workers: Wa
     assert_same(run_on_one_device(chunked), run_on_stages(case, 2, warm_workers))
 
 
+@pytest.mark.filterwarnings("ignore:.* has batch norms")
 def test_batch_norm_keeps_the_statistics_of_the_whole_batch(warm_workers: WarmWorkers) -> None:
     case = Case(BatchNormFirst, data.small_images)
     whole, ours = run_on_one_device(case), run_on_stages(case, 2, warm_workers)
@@ -64,6 +65,7 @@ def test_batch_norm_keeps_the_statistics_of_the_whole_batch(warm_workers: WarmWo
         torch.testing.assert_close(ours.buffers[name], buffer, msg=lambda text, name=name: f"{name}: {text}")  # type: ignore[misc]
 
 
+@pytest.mark.filterwarnings("ignore:.* has batch norms")
 def test_batch_norm_normalises_each_microbatch_by_itself(warm_workers: WarmWorkers) -> None:
     case = Case(BatchNormFirst, data.small_images)
     ours = run_on_stages(case, 2, warm_workers)
@@ -83,3 +85,11 @@ def test_dropout_draws_a_mask_for_every_row_and_step(warm_workers: WarmWorkers) 
     ours = run_on_stages(case, 3, warm_workers)
     scores = torch.cat([step["scores"] for step in ours.steps])
     assert len({tuple(row.tolist()) for row in scores}) == len(scores) == 24
+
+
+def test_who_trains_a_batch_norm_on_microbatches_is_told_once(warm_workers: WarmWorkers) -> None:
+    text = r"BatchNormFirst has batch norms \(norm\), which normalise each microbatch by itself; use num_microbatches=1 where"
+    with pytest.warns(UserWarning, match=text) as told:
+        run_on_stages(Case(BatchNormFirst, data.small_images, validate=True), 2, warm_workers)
+    assert len([w for w in told if "has batch norms" in str(w.message)]) == 1
+    run_on_stages(Case(BatchNormFirst, data.small_images, num_microbatches=1), 2, warm_workers)

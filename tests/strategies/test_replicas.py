@@ -25,6 +25,8 @@ from tests.zoo.cases import GENERAL
 from tests.zoo.steps import DropoutMlp
 from tests.zoo.vision import BatchNormFirst
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* has batch norms")
+
 DOCUMENTS = [
     Case(CNN, DigitsDataModule, validate=True, predict=True),
     Case(TwoLayerLinear, partial(RandomLinearDataModule, num_targets=1), validate=True, predict=True),
