@@ -17,6 +17,7 @@ from lightning_mgpu import tree
 from lightning_mgpu.errors import RecordingError
 from lightning_mgpu.partition.ambient import Ambient
 from lightning_mgpu.partition.batchnorm import DeferredStatistics, is_deferred_module
+from lightning_mgpu.partition.fused import Fused, fuse
 from lightning_mgpu.partition.graph import Graph, Ref, Source
 
 __all__ = ["Environment", "Program", "Step", "Store", "compile_nodes"]
@@ -44,6 +45,7 @@ class Step:
         spec: how the leaves make up ``(args, kwargs)``, or ``None`` when the leaves are the positional arguments.
         frees: registers nobody reads after this step.
         changes: names of the buffers it changes.
+        mutates: whether it changes any memory in place.
         once: whether the step runs only for the first or the last microbatch of a call, or for all.
     """
 
@@ -58,6 +60,7 @@ class Step:
     once: Literal["all", "first", "last"] = "all"
     batch_norm: bool = False
     changes: tuple[str, ...] = ()
+    mutates: bool = False
 
     def arguments(self, environment: Environment) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Fills the template in."""
@@ -81,6 +84,7 @@ class Program:
         attributes: simple Python attributes of leaf modules the recording relied on, by path.
         clones: registers whose tensor the steps change in place, so that a received one is copied first.
         wanted: registers kept for the caller.
+        compiled: arguments of ``torch.compile``, where runs of steps are to be compiled.
     """
 
     steps: list[Step]
@@ -91,6 +95,19 @@ class Program:
     buffer_writes: dict[str, int] = field(default_factory=dict)
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
     constants: dict[int, Tensor] = field(default_factory=dict)
+    compiled: dict[str, Any] | None = None
+    _fused: list[Step | Fused] = field(default_factory=list, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_fused": []}
+
+    def _units(self, store: Store, observe: Any) -> Sequence[Step | Fused]:
+        """Returns what to run: the steps, or what the compiler made of them."""
+        if self.compiled is None or observe is not None:
+            return self.steps
+        if not self._fused:
+            self._fused = fuse(self.steps, store, self.compiled)
+        return self._fused
 
     def modules(self) -> list[str]:
         """Lists the paths of the modules it calls."""
@@ -148,13 +165,17 @@ class Program:
                 with torch.set_grad_enabled(environment[register].requires_grad):
                     environment[register] = environment[register].clone()
         first, last = microbatch == 0, microbatch == num_microbatches - 1
-        position, count = 0, len(self.steps)
+        units = self._units(store, observe)
+        position, count = 0, len(units)
         while position < count:
-            mode = self.steps[position].ambient
+            mode = units[position].ambient
             with self._modes(mode, inference=inference, grad=grad).applied():
-                while position < count and self.steps[position].ambient == mode:
-                    step = self.steps[position]
+                while position < count and units[position].ambient == mode:
+                    step = units[position]
                     position += 1
+                    if isinstance(step, Fused):
+                        step.run(environment)
+                        continue
                     if (step.once == "first" and not first) or (step.once == "last" and not last):
                         continue
                     try:
@@ -286,7 +307,19 @@ def _step(graph: Graph, index: int, frees: tuple[int, ...], ambients: dict[Ambie
     )
     mode = ambients.setdefault(node.ambient, len(ambients))
     label = f"{node} #{index}"
-    return Step(node.target, template, places, spec, node.outputs, frees, mode, label, batch_norm=norm, changes=node.changes)
+    return Step(
+        node.target,
+        template,
+        places,
+        spec,
+        node.outputs,
+        frees,
+        mode,
+        label,
+        batch_norm=norm,
+        changes=node.changes,
+        mutates=bool(node.mutates),
+    )
 
 
 def _once(

@@ -58,6 +58,7 @@ class Lead:
         step: runs training steps by microbatches.
         recomputed: the stages that keep no activations, and are run again before their backwards.
         placed: whether parameters live with their stages now, rather than all on the lead.
+        compiled: arguments of ``torch.compile`` for the stages, ``None`` to run them as they are.
         timed: whether calls are recorded for a timeline.
         closed: whether it serves no more calls.
         successor: the lead that took over when the module was changed.
@@ -93,6 +94,7 @@ class Lead:
         self.anchor = Anchor()
         self.optimizers = OwnedOptimizers(self)
         self.expects_training = False
+        self.compiled: dict[str, Any] | None = None
         self.timed = False
         self.closed = False
         self.successor: Lead | None = None
@@ -296,6 +298,8 @@ class Lead:
         """Gives workers what they lack for a plan: tensors, modules, optimizers, and the plan."""
         if not self.stage_names:
             self.stage_names = plan.stage_names()
+        for stage in (stage for every in plan.stages.values() for stage in every):
+            stage.program.compiled = self.compiled
         if self.num_processes == 1:
             self.origins.make_here(self.planner.names.tensors)
             self._known_plans.add(plan.number)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,7 @@ from lightning_mgpu.runtime.attach import count_layers
 from lightning_mgpu.runtime.workers import Workers
 from lightning_mgpu.schedule.catalog import Schedule
 
-__all__ = ["check_module", "check_schedule", "check_workers"]
+__all__ = ["check_compile", "check_module", "check_schedule", "check_workers"]
 
 
 def check_workers(workers: Workers, devices: Sequence[torch.device]) -> None:
@@ -64,6 +64,30 @@ def check_schedule(
             f"schedule={schedule.name!r} runs backwards in the middle of training_step, and "
             f'{type(root).__name__} runs them itself (automatic_optimization=False); use schedule="gpipe"'
         )
+
+
+def check_compile(compile_: bool | dict[str, Any], schedule: Schedule) -> dict[str, Any] | None:
+    """Returns the arguments of ``torch.compile`` that an option stands for, ``None`` for no compiler.
+
+    Raises:
+        PartitionError: for anything that is neither a truth value nor arguments, and for schedules that split backwards.
+    """
+    if not isinstance(compile_, (bool, dict)):
+        raise PartitionError(
+            f"compile={compile_!r} is not possible; use True, False or a dict of arguments of torch.compile, as in "
+            'compile={"backend": "inductor"}'
+        )
+    if compile_ is False:
+        return None
+    if schedule.splits_backward:
+        raise PartitionError(
+            f"compile is not possible with schedule={schedule.name!r}, which computes gradients of weights later than those of "
+            'inputs: compiled code has one backward for both; use schedule="1f1b" or "interleaved_1f1b"'
+        )
+    options = {} if compile_ is True else dict(compile_)
+    if options.get("backend", "inductor") == "inductor" and not {"options", "mode"} & options.keys():
+        options["options"] = {"fallback_random": True}
+    return options
 
 
 def check_module(

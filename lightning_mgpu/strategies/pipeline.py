@@ -38,7 +38,7 @@ from lightning_mgpu.schedule.catalog import SCHEDULES, schedule_named
 from lightning_mgpu.strategies.attended import attend_callbacks, attend_profiler, put_uncompiled_steps, warn_of_compiled
 from lightning_mgpu.strategies.averaging import cover_averaging
 from lightning_mgpu.strategies.by_microbatch import LoggedValues, deal_batch, join_outputs
-from lightning_mgpu.strategies.checks import check_module, check_schedule, check_workers
+from lightning_mgpu.strategies.checks import check_compile, check_module, check_schedule, check_workers
 from lightning_mgpu.strategies.optimizing import cover_gradients, cover_wrappers, gradient_norm, replace_optimizers
 from lightning_mgpu.strategies.saving import SavingStrategy
 from lightning_mgpu.timeline import Timeline
@@ -70,6 +70,9 @@ class PipelineStrategy(SavingStrategy):
         activation_checkpointing: whether stages keep only what they receive of each microbatch, and run its forward again
             before its backward: less memory for a third more work. ``"all but last"`` spares the last stage, whose backwards
             come first. A stage with buffers that a forward changes, batch norm's aside, keeps its activations all the same.
+        compile: whether each process compiles its stages with ``torch.compile``, or the arguments for that, as in
+            ``{"mode": "reduce-overhead"}``. What runs as one piece, changes buffers or has hooks stays as it is. Random numbers
+            are those of uncompiled code, unless the dict has ``"mode"`` or ``"options"``.
         timeline: whether to record what each stage does when; read ``strategy.timeline`` afterwards. A path saves a picture
             (``.png``) or a trace (``.json``) there at the end of the run.
         pipeline_parallel_size: devices that share one copy of the model; ``"auto"`` is what ``data_parallel_size`` leaves.
@@ -103,6 +106,7 @@ class PipelineStrategy(SavingStrategy):
         module: str | None = None,
         self_check: bool | Literal["auto"] = "auto",
         activation_checkpointing: bool | Literal["all but last"] = False,
+        compile: bool | dict[str, Any] = False,  # noqa: A002 - as users know it
         timeline: bool | str | Path = False,
         pipeline_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = 1,
@@ -134,6 +138,7 @@ class PipelineStrategy(SavingStrategy):
         self.request = CutRequest(None if cuts is None else tuple(cuts), balance)
         self.module = module
         self.self_check: bool | Literal["auto"] = self_check
+        self.compile = check_compile(compile, self.schedule)
         self.start_timeout_s = start_timeout_s
         self.save_distributed_checkpoint = save_distributed_checkpoint
         self.async_save = async_save
@@ -263,6 +268,7 @@ class PipelineStrategy(SavingStrategy):
         lead.optimizers.faces = list(self.optimizers)
         lead.origins = self.origins
         lead.expects_training = trainer.state.fn == TrainerFn.FITTING
+        lead.compiled = self.compile
         lead.timed = bool(self._timeline_option)
         put_uncompiled_steps(root, lead.patches)
         self._attachment = Attachment(
