@@ -302,6 +302,8 @@ class PipelineStrategy(SavingStrategy):
         assert root is not None
         cover_wrappers(lead, self._lightning_optimizers, self.optimizers)
         cover_gradients(lead, root, self.precision_plugin)
+        connector = root.trainer._checkpoint_connector  # noqa: SLF001 - nobody else knows when a checkpoint is made
+        lead.patches.put(connector, "dump_checkpoint", self.dumping)
         cover_averaging(lead, root, root.trainer.callbacks)  # type: ignore[attr-defined]
         if self.schedule.scope == "microbatch":
             lead.patches.put(root, "log", self._log)

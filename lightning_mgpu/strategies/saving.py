@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ class SavingStrategy(MetaDeviceStrategy):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._background = Background()
+        self._is_dumping = False
         self._to_check: Mapping[str, Any] | None = None
 
     @property
@@ -66,21 +67,38 @@ class SavingStrategy(MetaDeviceStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the module's state: whole, or with placeholders for what other processes will write."""
+        """Returns the module's state: whole, but for a sharded checkpoint with placeholders for what others will write."""
         lead, plain = self.running_lead, super().lightning_module_state_dict
         if lead is None or not lead.placed:
             return plain()
-        state: dict[str, Any] = lead.owned_state.of_module(plain, whole=not self.save_distributed_checkpoint)
+        state: dict[str, Any] = lead.owned_state.of_module(plain, whole=not self._in_shards)
         return state
+
+    @property
+    def _in_shards(self) -> bool:
+        """Whether a checkpoint is being made to which each process will write its own part."""
+        return self.save_distributed_checkpoint and self._is_dumping
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns an optimizer's state: whole, or without what other processes will write."""
+        """Returns an optimizer's state: whole, but for a sharded checkpoint without what other processes will write."""
         lead = self.running_lead
         if lead is None or not lead.placed:
             return super().optimizer_state(optimizer)
         plain = super().optimizer_state
-        return lead.owned_state.of_optimizer(lambda: plain(optimizer), whole=not self.save_distributed_checkpoint)
+        return lead.owned_state.of_optimizer(lambda: plain(optimizer), whole=not self._in_shards)
+
+    def dumping(self, plain: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        """Notes when Lightning makes a checkpoint, in which states may be left to their owners."""
+
+        def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            self._is_dumping = True
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self._is_dumping = False
+
+        return dump_checkpoint
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None) -> None:

@@ -239,3 +239,26 @@ def test_numbers_and_names_of_parameters() -> None:
         "param_groups": [{"lr": 1, "params": ["x"]}, {"lr": 2, "params": ["y", "z"]}],
     }
     assert by_number(named) == state
+
+
+class AsksForOptimizerState(Callback):
+    """Asks for the state of an optimizer between two steps, as a plugin of a user's may."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        state = trainer.strategy.optimizer_state(trainer.optimizers[0])["state"]
+        weights = trainer.strategy.lightning_module_state_dict()
+        shown = {name: float(weight.sum()) for name, weight in weights.items()}
+        self.states.append({"optimizer": {number: sorted(each) for number, each in state.items()}, "names": list(shown)})
+
+
+def test_who_asks_for_a_state_gets_it_whole(warm_workers: WarmWorkers) -> None:
+    asked = {}
+    for layout in (0, 2):
+        asks = AsksForOptimizerState()
+        run(built(Tied), layout, warm_workers, asks, strategy=SHARDED if layout else None)
+        asked[layout] = asks.states
+    assert asked[0] == asked[2]
+    assert asked[0][-1]

@@ -178,6 +178,7 @@ def test_in_a_step(layouts: Layouts) -> None:
     layouts.same(train(lambda *_: None, ChangesInItsStep), **WHOLE)
 
 
+@pytest.mark.filterwarnings("ignore:.* has batch norms")
 def test_in_a_step_by_microbatches(layouts: Layouts) -> None:
     with layouts.lent(schedule="1f1b") as make, pytest.raises(PartitionError) as caught:
         train(lambda *_: None, ChangesInItsStep)(make)
