@@ -34,7 +34,7 @@ def train(cfg: DictConfig) -> float | None:
         ValueError: If no value was logged under that name.
     """
     config_file = Path(cfg.output_dir) / "config_resolved.yaml"
-    _write_resolved(cfg, config_file)
+    write_resolved(cfg, config_file)
     with isolated_job(config_file):
         metrics = _fit_and_test(cfg)
     return _choose(metrics, cfg.optimized_metric)
@@ -66,7 +66,7 @@ def _build(cfg: DictConfig, **kwargs: Any) -> Any:
 
 
 @rank_zero_only
-def _write_resolved(cfg: DictConfig, path: Path) -> None:
+def write_resolved(cfg: DictConfig, path: Path) -> None:
     """Writes the configuration with every interpolation replaced by its value."""
     path.parent.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(cfg, path, resolve=True)

@@ -26,6 +26,7 @@ PIPELINES = {  # by choice: schedule, and the mesh of four devices
     "hybrid": ("gpipe", Mesh(2, 2)),
     "data_parallel": ("gpipe", Mesh(1, 4)),
 }
+SEVERAL_DEVICES = ("_pipeline", "_data_parallel")
 STRATEGIES = {"single": str, "ddp": DDPStrategy, **dict.fromkeys(PIPELINES, PipelineStrategy)}
 
 
@@ -77,7 +78,7 @@ def test_experiment(choice: str, tmp_path: Path) -> None:
     cfg = compose_train(tmp_path, f"experiment={choice}")
     strategy = instantiate(cfg.strategy, _convert_="all")
     trainer = instantiate(cfg.trainer, _convert_="all", _partial_=True)(strategy=strategy)
-    kind = PipelineStrategy if choice.endswith("_pipeline") else SingleDeviceStrategy
+    kind = PipelineStrategy if choice.endswith(SEVERAL_DEVICES) else SingleDeviceStrategy
     assert type(trainer.strategy) is kind
     assert isinstance(instantiate(cfg.model), L.LightningModule)
     assert isinstance(instantiate(cfg.data), L.LightningDataModule)
@@ -90,15 +91,14 @@ def test_an_experiment_begins_with_the_command_that_runs_it(choice: str) -> None
     assert command == f"# mgpu-train experiment={choice}"
 
 
-def test_a_pipeline_experiment_differs_from_its_original_only_in_the_strategy(tmp_path: Path) -> None:
+def test_an_experiment_on_several_devices_differs_from_its_original_only_in_the_strategy(tmp_path: Path) -> None:
     for choice in choices("experiment"):
-        if choice.endswith("_pipeline"):
-            cfg, original = (
-                compose_train(tmp_path, f"experiment={name}") for name in (choice, choice.removesuffix("_pipeline"))
-            )
-            for settings in (cfg, original):
-                settings.strategy = settings.trainer.devices = None
-            assert cfg == original
+        for ending in SEVERAL_DEVICES:
+            if choice.endswith(ending):
+                cfg, original = (compose_train(tmp_path, f"experiment={n}") for n in (choice, choice.removesuffix(ending)))
+                for settings in (cfg, original):
+                    settings.strategy = settings.trainer.devices = None
+                assert cfg == original
 
 
 @pytest.mark.gpu
