@@ -9,13 +9,10 @@ larger batch::
 import argparse
 import json
 import os
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 
-from benchmarks.process import child_environment, child_process, tail
+from benchmarks.process import child_environment, report_of
 
 SCHEDULES = ("gpipe", "gpipe+checkpointing", "1f1b", "1f1b+checkpointing", "interleaved_1f1b")
 FIT_TIMEOUT_S = 300.0
@@ -35,20 +32,11 @@ def peaks_mib(schedule: str, num_microbatches: int) -> list[float]:
     Raises:
         RuntimeError: If the process fails or takes too long.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        log, report = Path(folder) / "log", Path(folder) / "report"
-        arguments = (f"--schedule={schedule}", f"--num-microbatches={num_microbatches}", f"--report={report}")
-        with child_process(("benchmarks.peak_memory", *arguments), log, child_environment(1, RETURN_MEMORY)) as process:
-            try:
-                status: int | None = process.wait(FIT_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                status = None
-        if status != 0:
-            what = f"ran longer than {FIT_TIMEOUT_S:.0f} s" if status is None else f"exited with {status}"
-            message = f"a fit with schedule {schedule} {what}; it wrote:\n{tail(log)}"
-            raise RuntimeError(message)
-        peaks: list[float] = json.loads(report.read_text())
-        return peaks
+    command = ("benchmarks.peak_memory", f"--schedule={schedule}", f"--num-microbatches={num_microbatches}")
+    environment = child_environment(1, RETURN_MEMORY)
+    report = report_of(command, environment, what=f"a fit with schedule {schedule}", timeout_s=FIT_TIMEOUT_S)
+    peaks: list[float] = json.loads(report)
+    return peaks
 
 
 def main() -> None:

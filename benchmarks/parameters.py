@@ -9,14 +9,11 @@ two steps of plain SGD on eight rows; the same with layers of width 64 shows wha
 import argparse
 import json
 import os
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 
 from benchmarks.peak_parameters import parameter_bytes
-from benchmarks.process import child_environment, child_process, tail
+from benchmarks.process import child_environment, report_of
 
 FIT_TIMEOUT_S = 600.0
 MIB = 2**20
@@ -36,20 +33,11 @@ def peaks_mib(num_devices: int, num_layers: int, width: int) -> list[float]:
     Raises:
         RuntimeError: If the process fails or takes too long.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        log, report = Path(folder) / "log", Path(folder) / "report"
-        arguments = (f"--num-devices={num_devices}", f"--num-layers={num_layers}", f"--width={width}", f"--report={report}")
-        with child_process(("benchmarks.peak_parameters", *arguments), log, child_environment(1, {})) as process:
-            try:
-                status: int | None = process.wait(FIT_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                status = None
-        if status != 0:
-            what = f"ran longer than {FIT_TIMEOUT_S:.0f} s" if status is None else f"exited with {status}"
-            message = f"a fit on {num_devices} devices {what}; it wrote:\n{tail(log)}"
-            raise RuntimeError(message)
-        peaks: list[float] = json.loads(report.read_text())
-        return peaks
+    arguments = (f"--num-devices={num_devices}", f"--num-layers={num_layers}", f"--width={width}")
+    command = ("benchmarks.peak_parameters", *arguments)
+    report = report_of(command, child_environment(1, {}), what=f"a fit on {num_devices} devices", timeout_s=FIT_TIMEOUT_S)
+    peaks: list[float] = json.loads(report)
+    return peaks
 
 
 def main() -> None:

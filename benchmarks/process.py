@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -56,6 +57,32 @@ def child_process(
         yield process
     finally:
         _end(process)
+
+
+def report_of(arguments: Sequence[str], environment: Mapping[str, str], *, what: str, timeout_s: float) -> str:
+    """Runs ``python -m`` with the arguments to its end and returns the report it wrote.
+
+    Args:
+        arguments: A module and its arguments; ``--report`` is added.
+        environment: All variables of the child.
+        what: Names it in an error.
+        timeout_s: Seconds it may take.
+
+    Raises:
+        RuntimeError: If it fails or takes too long, with the end of what it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log, report = Path(folder) / "log", Path(folder) / "report"
+        with child_process((*arguments, f"--report={report}"), log, environment) as process:
+            try:
+                status: int | None = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                status = None
+        if status != 0:
+            how = f"ran longer than {timeout_s:.0f} s" if status is None else f"exited with {status}"
+            message = f"{what} {how}; it wrote:\n{tail(log)}"
+            raise RuntimeError(message)
+        return report.read_text(encoding="utf-8")
 
 
 def tail(log: Path, num_lines: int = 30) -> str:

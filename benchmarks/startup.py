@@ -9,13 +9,10 @@ clock starts; the processes that a strategy starts have yet to, within the time 
 import argparse
 import os
 import statistics
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 
-from benchmarks.process import child_environment, child_process, tail
+from benchmarks.process import child_environment, report_of
 
 STRATEGIES = {
     "auto": "Lightning on one device",
@@ -34,20 +31,8 @@ def seconds_to_first_step(strategy: str) -> float:
     Raises:
         RuntimeError: If the process fails or takes too long.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        report = Path(folder) / "report"
-        arguments = ("benchmarks.first_step", f"--strategy={strategy}", f"--report={report}")
-        with child_process(arguments, log, child_environment(1, {})) as process:
-            try:
-                status: int | None = process.wait(FIT_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                status = None
-        if status != 0:
-            what = f"ran longer than {FIT_TIMEOUT_S:.0f} s" if status is None else f"exited with {status}"
-            message = f"a fit with {strategy} {what}; it wrote:\n{tail(log)}"
-            raise RuntimeError(message)
-        return float(report.read_text())
+    command = ("benchmarks.first_step", f"--strategy={strategy}")
+    return float(report_of(command, child_environment(1, {}), what=f"a fit with {strategy}", timeout_s=FIT_TIMEOUT_S))
 
 
 def main() -> None:

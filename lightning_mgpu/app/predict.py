@@ -5,18 +5,15 @@ the data once and in its order; with ``report=true`` it says how many rows a sec
 """
 
 import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-import hydra
 import lightning as L
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
-from lightning_mgpu.app.config_dir import find_config_dir
+from lightning_mgpu.app.command_line import command_line
 from lightning_mgpu.app.job import isolated_job
 from lightning_mgpu.app.train import write_resolved
 from lightning_mgpu.callbacks.latency import Latency
@@ -67,15 +64,7 @@ def _build(cfg: DictConfig, **kwargs: Any) -> Any:
     return instantiate(cfg, _convert_="all", **kwargs)
 
 
-_hydra_main = hydra.main(version_base="1.3", config_path=str(find_config_dir()), config_name="predict")(predict)
-
-
-def main() -> None:
-    """Runs the command line."""
-    working_dir = os.getcwd()  # noqa: PTH109  sys.path holds strings
-    if working_dir not in sys.path:
-        sys.path.insert(0, working_dir)
-    _hydra_main()
+main = command_line(predict, "predict")
 
 
 if __name__ == "__main__":

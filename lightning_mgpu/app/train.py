@@ -5,19 +5,16 @@ A Hydra program over ``conf/``. Models and data sets of one's own come in by ``_
 the working folder are found, as they are by ``python -m``.
 """
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
-import hydra
 import lightning as L
 from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_mgpu.app.config_dir import find_config_dir
+from lightning_mgpu.app.command_line import command_line
 from lightning_mgpu.app.job import isolated_job
 
 
@@ -82,15 +79,7 @@ def _choose(metrics: dict[str, float], name: str | None) -> float | None:
     return metrics[name]
 
 
-_hydra_main = hydra.main(version_base="1.3", config_path=str(find_config_dir()), config_name="train")(train)
-
-
-def main() -> None:
-    """Runs the command line."""
-    working_dir = os.getcwd()  # noqa: PTH109  sys.path holds strings
-    if working_dir not in sys.path:
-        sys.path.insert(0, working_dir)
-    _hydra_main()
+main = command_line(train, "train")
 
 
 if __name__ == "__main__":
