@@ -82,23 +82,23 @@ class Home:
 
     def forget(self) -> None:
         """Starts over: workers know nothing, everything is here."""
-        stages = self.lead.workers.stages
+        workers = self.lead.workers.indices
         self.away = False
         self.copies.release()
         self._hidden_buffers: list[str] = []
-        self._sent: dict[int, set[str]] = {j: set() for j in stages}
-        self._modules: dict[int, dict[int, str]] = {j: {} for j in stages}
-        self.modes: dict[int, dict[str, Modes]] = {j: {} for j in stages}
-        self.needs: dict[int, dict[str, bool]] = {j: {} for j in stages}
+        self._sent: dict[int, set[str]] = {j: set() for j in workers}
+        self._modules: dict[int, dict[int, str]] = {j: {} for j in workers}
+        self.modes: dict[int, dict[str, Modes]] = {j: {} for j in workers}
+        self.needs: dict[int, dict[str, bool]] = {j: {} for j in workers}
 
-    def names_at(self, stage: int) -> Mapping[int, str]:
+    def names_at(self, process: int) -> Mapping[int, str]:
         """Returns the name by ``id`` of the tensors a worker has."""
         tensors = self.lead.planner.names.tensors
-        return {id(tensors[name]): name for name in self._sent[stage]}
+        return {id(tensors[name]): name for name in self._sent[process]}
 
-    def modules_at(self, stage: int) -> Mapping[int, str]:
+    def modules_at(self, process: int) -> Mapping[int, str]:
         """Returns the path by ``id`` of the modules a worker has."""
-        return self._modules[stage]
+        return self._modules[process]
 
     def send_tensors(self) -> bool:
         """Sends owners the tensors they lack, or have an old value of.
@@ -108,29 +108,29 @@ class Home:
         """
         lead, names = self.lead, self.lead.planner.names
         fresh = False
-        for stage in lead.workers.stages:
-            owned = lead.planner.placement.held_by(stage)
-            lacking = [n for n in owned if n not in self._sent[stage]]
+        for process in lead.workers.indices:
+            owned = lead.planner.placement.held_by(process)
+            lacking = [n for n in owned if n not in self._sent[process]]
             if not lacking:
                 continue
             fresh = True
             for piece in lead.origins.pieces(lacking):
-                self._send_tensors(stage, piece)
-            self._sent[stage].update(lacking)
-            self.needs[stage].update({n: names.tensors[n].requires_grad for n in lacking})
+                self._send_tensors(process, piece)
+            self._sent[process].update(lacking)
+            self.needs[process].update({n: names.tensors[n].requires_grad for n in lacking})
         if lead.workers.plane is not None:
             lead.workers.plane.flush()
         return fresh
 
-    def _send_tensors(self, stage: int, wanted: Sequence[str]) -> None:
+    def _send_tensors(self, process: int, wanted: Sequence[str]) -> None:
         lead, names = self.lead, self.lead.planner.names
         values = {n: self._value(n).detach().requires_grad_(names.tensors[n].requires_grad) for n in wanted}
         primary = lead.planner.placement.primary
         made = [n for n in wanted if not is_unmade(names.tensors[n])]
-        mine = [n for n in made if names.kinds[n] == "parameter" and primary(n) == stage]
+        mine = [n for n in made if names.kinds[n] == "parameter" and primary(n) == process]
         gradients = {n: names.tensors[n].grad for n in mine if names.tensors[n].grad is not None}
         packed = pack((values, gradients), what="parameters")
-        lead.workers.tell(stage, m.Load(packed.header(), {n: names.kinds[n] for n in wanted}), packed)
+        lead.workers.tell(process, m.Load(packed.header(), {n: names.kinds[n] for n in wanted}), packed)
         if len(made) < len(wanted) and lead.workers.plane is not None:
             lead.workers.plane.flush()  # so that what was made for it is not kept
 
@@ -141,18 +141,18 @@ class Home:
     def send_modules(self, plan: CallPlan) -> None:
         """Sends workers the leaf modules of a plan that they lack."""
         lead, names = self.lead, self.lead.planner.names
-        for stage in lead.workers.stages:
-            known = set(self._modules[stage].values())
-            here = lead.stages_of(stage)
+        for process in lead.workers.indices:
+            known = set(self._modules[process].values())
+            here = lead.stages_of(process)
             wanted = {p for every in plan.stages.values() for j in here for p in every[j].program.modules()} - known
             if not wanted:
                 continue
             modules = {path: names.module_at[path] for path in sorted(wanted)}
             with lead.patches.lifted():
-                packed = pack(modules, names=self.names_at(stage), modules=self._modules[stage], what="modules")
-            lead.workers.tell(stage, m.Ship(packed.header()), packed)
-            self._modules[stage].update({id(module): path for path, module in modules.items()})
-            self.modes[stage].update({path: modes_of(module) for path, module in modules.items()})
+                packed = pack(modules, names=self.names_at(process), modules=self._modules[process], what="modules")
+            lead.workers.tell(process, m.Ship(packed.header()), packed)
+            self._modules[process].update({id(module): path for path, module in modules.items()})
+            self.modes[process].update({path: modes_of(module) for path, module in modules.items()})
         if lead.workers.plane is not None:
             lead.workers.plane.flush()
 
@@ -179,8 +179,8 @@ class Home:
 
     def bring_attributes(self) -> None:
         """Brings what torch's own layers have computed elsewhere and keep beside their weights, as a pruned layer does."""
-        for stage in self.lead.owners:
-            modules = self._modules[stage]
+        for process in self.lead.owners:
+            modules = self._modules[process]
             found = [(path, self.lead.planner.names.module_at[path]) for path in modules.values()]
             asked = {
                 f"{path}.{name}": (module, name)
@@ -189,7 +189,7 @@ class Home:
                 if type(value) is Tensor
             }
             if asked:
-                [values] = self.lead.workers.collect([stage], "values", [list(asked)])
+                [values] = self.lead.workers.collect([process], "values", [list(asked)])
                 for key, (module, name) in asked.items():
                     setattr(module, name, values[key])
 
@@ -214,15 +214,15 @@ class Home:
             gradients: whether gradients come too, which doubles the memory that is needed.
         """
         lead, names = self.lead, self.lead.planner.names
-        asked: dict[int, list[str]] = {j: [] for j in lead.workers.stages}
+        asked: dict[int, list[str]] = {j: [] for j in lead.workers.indices}
         for name in lead.planner.placement.away():
             asked[lead.planner.placement.primary(name)].append(name)
-        stages_asked = list(asked)
-        values = lead.workers.collect(stages_asked, "values", list(asked.values()))
+        asked_of = list(asked)
+        values = lead.workers.collect(asked_of, "values", list(asked.values()))
         parameters = [[n for n in wanted if names.kinds[n] == "parameter"] for wanted in asked.values()]
-        found = lead.workers.collect(stages_asked, "gradients", parameters) if gradients else [{} for _ in values]
-        for of_stage, grads in zip(values, found, strict=True):
-            self.put(of_stage, grads)
+        found = lead.workers.collect(asked_of, "gradients", parameters) if gradients else [{} for _ in values]
+        for of_owner, grads in zip(values, found, strict=True):
+            self.put(of_owner, grads)
 
     def put(self, values: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
         """Gives hidden tensors their values back."""

@@ -79,7 +79,7 @@ class Lead:
     ) -> None:
         self.root = root
         self.workers = workers
-        self.mesh = mesh or Mesh(workers.num_stages)
+        self.mesh = mesh or Mesh(workers.num_processes)
         self.schedule = schedule
         homes = schedule.homes(self.mesh.pipeline)
         self.planner = Planner(
@@ -324,17 +324,17 @@ class Lead:
             self.home.hide()
 
     def _send_plan(self, plan: CallPlan) -> None:
-        for stage in self.workers.stages:
-            here = self.stages_of(stage)
+        for process in self.workers.indices:
+            here = self.stages_of(process)
             stages = {rows: {index: every[index] for index in here} for rows, every in plan.stages.items()}
             with self.patches.lifted():
                 packed = pack(
                     (stages, self.uses(plan)),
-                    names=self.home.names_at(stage),
-                    modules=self.home.modules_at(stage),
+                    names=self.home.names_at(process),
+                    modules=self.home.modules_at(process),
                     what=f"the calls of stage {here[0]}",
                 )
-            self.workers.tell(stage, m.AddPlan(plan.number, packed.header()), packed)
+            self.workers.tell(process, m.AddPlan(plan.number, packed.header()), packed)
         self._known_plans.add(plan.number)
 
     def _drop_old_plans(self) -> None:
@@ -366,15 +366,15 @@ class Lead:
     def _send_flags(self) -> None:
         """Tells workers of modes and ``requires_grad`` that are not what they last heard."""
         names = self.planner.names
-        for stage in self.workers.stages:
-            training = {p: modes_of(names.module_at[p]) for p in self.home.modules_at(stage).values()}
-            training = {p: t for p, t in training.items() if self.home.modes[stage].get(p) != t}
-            needs = {n: names.tensors[n].requires_grad for n in self.home.names_at(stage).values()}
-            needs = {n: r for n, r in needs.items() if self.home.needs[stage].get(n) != r}
+        for process in self.workers.indices:
+            training = {p: modes_of(names.module_at[p]) for p in self.home.modules_at(process).values()}
+            training = {p: t for p, t in training.items() if self.home.modes[process].get(p) != t}
+            needs = {n: names.tensors[n].requires_grad for n in self.home.names_at(process).values()}
+            needs = {n: r for n, r in needs.items() if self.home.needs[process].get(n) != r}
             if training or needs:
-                self.workers.tell(stage, m.SetFlags(training, needs))
-                self.home.modes[stage].update(training)
-                self.home.needs[stage].update(needs)
+                self.workers.tell(process, m.SetFlags(training, needs))
+                self.home.modes[process].update(training)
+                self.home.needs[process].update(needs)
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
@@ -525,8 +525,8 @@ class Lead:
 
     def collect_events(self) -> None:
         """Takes what was noted in the last call from all processes."""
-        stages = list(self.workers.stages)
-        found = self.workers.collect(stages, "events", [()] * len(stages)) if stages else []
+        workers = list(self.workers.indices)
+        found = self.workers.collect(workers, "events", [()] * len(workers)) if workers else []
         self.events.extend(event for events in found for event in events)
         self.events.extend(self.engine.events)
         self.engine.events = []

@@ -46,7 +46,7 @@ __all__ = [
 class Hello:
     """Worker: is ready."""
 
-    stage: int
+    process: int
     pid: int
 
 

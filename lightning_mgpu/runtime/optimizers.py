@@ -74,15 +74,15 @@ class OwnedOptimizers:
             self.take(self.collect())
             self._show_states()
 
-        def owned_by(stage: int) -> Callable[[Tensor], bool]:
-            return lambda p: stage in placement.holders(name_of.get(id(p), ""))
+        def owned_by(process: int) -> Callable[[Tensor], bool]:
+            return lambda p: process in placement.holders(name_of.get(id(p), ""))
 
         self._owners = tuple(self._shared_in(optimizer) for optimizer in self.faces)
-        for stage in self.lead.workers.stages:
+        for process in self.lead.workers.indices:
             with self.lead.patches.lifted():
-                parts = [shipped(owned_part(optimizer, owned_by(stage))) for optimizer in self.faces]
-                packed = pack(parts, names=self.lead.home.names_at(stage), what="the optimizers")
-            self.lead.workers.tell(stage, m.Optimizers(packed.header(), self._owners), packed)
+                parts = [shipped(owned_part(optimizer, owned_by(process))) for optimizer in self.faces]
+                packed = pack(parts, names=self.lead.home.names_at(process), what="the optimizers")
+            self.lead.workers.tell(process, m.Optimizers(packed.header(), self._owners), packed)
         self._parts = [owned_part(optimizer, owned_by(self.lead.index)) for optimizer in self.faces]
         self._settings = [Settings(optimizer) for optimizer in self.faces]
         self._stepped = [_parameters_of(optimizer) for optimizer in self.faces]
@@ -170,8 +170,8 @@ class OwnedOptimizers:
 
     def collect(self) -> list[list[PartState]]:
         """Asks the owners for what their parts' steps made, by owner and optimizer."""
-        stages = list(self.lead.owners)
-        return self.lead.workers.collect(stages, "optimizers", [()] * len(stages))
+        owners = list(self.lead.owners)
+        return self.lead.workers.collect(owners, "optimizers", [()] * len(owners))
 
     def take(self, states: Sequence[Sequence[PartState]]) -> None:
         """Puts what all owners' steps made into the user's optimizers.

@@ -32,18 +32,18 @@ class OwnedGradients:
     def zero(self, parameters: Iterable[nn.Parameter], *, set_to_none: bool) -> None:
         """Forgets the gradients of some parameters, wherever they are."""
         name_of, placement = self.lead.planner.names.name_of, self.lead.planner.placement
-        away: dict[int, list[str]] = {stage: [] for stage in self.lead.workers.stages}
+        away: dict[int, list[str]] = {process: [] for process in self.lead.workers.indices}
         for parameter in parameters:
             name = name_of.get(id(parameter), "")
-            stages = placement.holders(name)
-            for stage in stages - {self.lead.index}:
-                away[stage].append(name)
-            if self.lead.index in stages and parameter.grad is not None:
+            processes = placement.holders(name)
+            for process in processes - {self.lead.index}:
+                away[process].append(name)
+            if self.lead.index in processes and parameter.grad is not None:
                 parameter.grad = None if set_to_none else parameter.grad.detach_().zero_()
         with self.lead.failures.guarded("zero_grad"):
-            for stage, names in away.items():
+            for process, names in away.items():
                 if names:
-                    self.lead.workers.tell(stage, m.ZeroGrad(tuple(names), set_to_none))
+                    self.lead.workers.tell(process, m.ZeroGrad(tuple(names), set_to_none))
 
     def norm(self, parameters: Iterable[nn.Parameter], norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
         """Returns the norm of the gradients of some parameters, wherever they are, as one vector.
@@ -60,10 +60,10 @@ class OwnedGradients:
         here, away = self._where(parameters)
         found = {id(p): norm for p, norm in norms(here, norm_type)}
         if away:
-            tensors, stages = self.lead.planner.names.tensors, list(away)
+            tensors, processes = self.lead.planner.names.tensors, list(away)
             with self.lead.failures.guarded("gradient norm"):
-                asked = [(norm_type, *away[stage]) for stage in stages]
-                for answer in self.lead.workers.collect(stages, "norms", asked):
+                asked = [(norm_type, *away[process]) for process in processes]
+                for answer in self.lead.workers.collect(processes, "norms", asked):
                     found.update({id(tensors[name]): norm for name, norm in answer.items()})
         parts = [found[id(p)] for p in parameters if id(p) in found]
         device = self.lead.workers.devices[self.lead.index]
@@ -96,8 +96,8 @@ class OwnedGradients:
         clip(here, factor, bound)
         if away:
             with self.lead.failures.guarded("clipping"):
-                for stage, names in away.items():
-                    self.lead.workers.tell(stage, m.Clip(tuple(names), factor, bound))
+                for process, names in away.items():
+                    self.lead.workers.tell(process, m.Clip(tuple(names), factor, bound))
 
     def _where(self, parameters: Sequence[nn.Parameter]) -> tuple[list[nn.Parameter], dict[int, list[str]]]:
         """Splits parameters into those on the lead, and the names of the others by the process that has the gradient."""
@@ -124,10 +124,10 @@ class OwnedGradients:
         Returns:
             By device, a number above zero where any owner found something.
         """
-        stages = list(self.lead.workers.stages)
+        processes = list(self.lead.workers.indices)
         with self.lead.failures.guarded("unscaling"):
-            asked: list[tuple[Any, ...]] = [(index, float(inverse_scale), allow_half)] * len(stages)
-            answers = self.lead.workers.collect(stages, "unscaled", asked)
+            asked: list[tuple[Any, ...]] = [(index, float(inverse_scale), allow_half)] * len(processes)
+            answers = self.lead.workers.collect(processes, "unscaled", asked)
         by_device = unscale(part, inverse_scale, found, allow_half=allow_half)
         total = found.clone()
         for answer in (*answers, *by_device.values()):

@@ -433,10 +433,10 @@ def main() -> None:
         setattr(torch.backends.cuda.matmul if key == "allow_tf32" else torch.backends.cudnn, key, value)
     connection = Connection(start["connection"])
     try:
-        connection.send_bytes(pickle.dumps(m.Hello(start["stage"], os.getpid())))
+        connection.send_bytes(pickle.dumps(m.Hello(start["index"], os.getpid())))
     except OSError:
         os._exit(0)  # the lead ended, or no longer wants its workers
-    worker = Worker(connection, start["stage"], start["num_stages"], device)
+    worker = Worker(connection, start["index"], start["num_processes"], device)
     threading.Thread(target=worker.listen, daemon=True, name="listener").start()
     worker.connect(start["store"])
     worker.serve()

@@ -43,17 +43,17 @@ _MESSAGE = TypeVar("_MESSAGE")
 class WorkerGone(Exception):  # noqa: N818 - the error is raised from it
     """Says that a worker ended, with its report where it left one."""
 
-    def __init__(self, stage: int, failure: m.Failure | None) -> None:
-        super().__init__(f"stage {stage} ended")
-        self.stage = stage
+    def __init__(self, index: int, failure: m.Failure | None) -> None:
+        super().__init__(f"worker {index} ended")
+        self.index = index
         self.failure = failure
 
 
 class _Process:
     """Is one worker process with the threads that listen to it."""
 
-    def __init__(self, stage: int, start: dict[str, Any], environment: dict[str, str], on_end: weakref.WeakMethod[Any]) -> None:
-        self.stage = stage
+    def __init__(self, index: int, start: dict[str, Any], environment: dict[str, str], on_end: weakref.WeakMethod[Any]) -> None:
+        self.index = index
         self.ended = threading.Event()
         ours, theirs = Pipe(duplex=True)
         self.connection: Connection = ours
@@ -72,7 +72,7 @@ class _Process:
             env=environment,
             process_group=0,  # Ctrl-C in a terminal reaches the lead alone
         )
-        start = {**start, "stage": stage, "connection": theirs.fileno()}
+        start = {**start, "index": index, "connection": theirs.fileno()}
         assert self.popen.stdin is not None
         assert self.popen.stdout is not None
         with contextlib.suppress(BrokenPipeError):
@@ -101,14 +101,14 @@ class _Process:
     def next(self, timeout_s: float | None = None) -> Any:
         """Returns the next message, or raises `WorkerGone` when there won't be one, or `queue.Empty` in the end."""
         if self.gone:
-            raise WorkerGone(self.stage, self.failure)
+            raise WorkerGone(self.index, self.failure)
         message = self.inbox.get(timeout=timeout_s)
         if isinstance(message, m.Failure):
             self.failure = message
             return self.next(timeout_s)
         if message is None:
             self.gone = True
-            raise WorkerGone(self.stage, self.failure)
+            raise WorkerGone(self.index, self.failure)
         return message
 
 
@@ -145,12 +145,12 @@ def _forward_output(stream: IO[bytes], kept: deque[str]) -> None:
 
 
 class Workers:
-    """Holds the processes of all stages but the last, which is the lead's own.
+    """Holds all processes but the last, which is the lead's own.
 
     Several Trainers can use the same workers one after the other; without that each `PipelineStrategy` starts its own.
 
     Args:
-        devices: number of stages, all on the CPU, or the device of each stage in the order the Trainer lists them: the first
+        devices: number of processes, all on the CPU, or the device of each in the order the Trainer lists them: the first
             is the lead's.
         start_timeout_s: seconds to wait for the processes to start.
 
@@ -175,13 +175,13 @@ class Workers:
         self._finalizer: Any = None
 
     @property
-    def num_stages(self) -> int:
+    def num_processes(self) -> int:
         return len(self.devices)
 
     @property
-    def stages(self) -> range:
-        """The stages that are held by workers."""
-        return range(self.num_stages - 1)
+    def indices(self) -> range:
+        """The processes that are workers."""
+        return range(self.num_processes - 1)
 
     @property
     def started(self) -> bool:
@@ -211,14 +211,14 @@ class Workers:
             return
         self.close()
         self._folder = tempfile.mkdtemp(prefix="lightning_mgpu-")
-        num_threads = threads_per_process(self.num_stages)
+        num_threads = threads_per_process(self.num_processes)
         environment = {**os.environ, "LIGHTNING_MGPU_ROLE": "worker"}
         package_root = str(Path(__file__).parents[2])
         environment["PYTHONPATH"] = os.pathsep.join([package_root, *filter(None, [os.environ.get("PYTHONPATH")])])
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             environment.pop(name, None)
         start = {
-            "num_stages": self.num_stages,
+            "num_processes": self.num_processes,
             "store": str(Path(self._folder) / "rendezvous"),
             "path": [p or str(Path.cwd()) for p in sys.path],
             "parent": os.getpid(),
@@ -232,13 +232,13 @@ class Workers:
         on_end = weakref.WeakMethod(self._release_waits)
         processes: list[_Process] = []
         self._finalizer = weakref.finalize(self, _end, processes, self._folder, os.getpid())
-        for stage in self.stages:
+        for index in self.indices:
             try:
-                processes.append(_Process(stage, {**start, "device": str(self.devices[stage])}, environment, on_end))
+                processes.append(_Process(index, {**start, "device": str(self.devices[index])}, environment, on_end))
             except OSError as error:
                 self.close()
                 raise WorkerStartError(
-                    f"the worker of stage {stage} ({self.devices[stage]}) cannot be started with {sys.executable!r}, which is "
+                    f"worker {index} ({self.devices[index]}) cannot be started with {sys.executable!r}, which is "
                     f"sys.executable: {type(error).__name__}: {error}"
                 ) from None
         self._processes = processes
@@ -246,7 +246,7 @@ class Workers:
     def ready(self) -> None:
         """Waits until the processes run and the data plane connects them."""
         self.start()
-        if self.plane is not None or self.num_stages == 1:
+        if self.plane is not None or self.num_processes == 1:
             return
         deadline_s = time.monotonic() + self.start_timeout_s
         for process in self._processes:
@@ -258,14 +258,14 @@ class Workers:
                 how = f"did not answer in {self.start_timeout_s:.0f} s while it started"
                 raise self._start_error(process, how) from None
             if not isinstance(hello, m.Hello):
-                raise MgpuError(f"stage {process.stage} said {type(hello).__name__} instead of Hello")
+                raise MgpuError(f"worker {process.index} said {type(hello).__name__} instead of Hello")
         self.plane = self._connect(deadline_s)
 
     def _connect(self, deadline_s: float) -> DataPlane:
-        """Joins the data plane, which waits for all stages, and gives up where one ends meanwhile."""
+        """Joins the data plane, which waits for all processes, and gives up where one ends meanwhile."""
         assert self._folder is not None
-        lead = self.num_stages - 1
-        where = (str(Path(self._folder) / "rendezvous"), lead, self.num_stages, self.devices[lead])
+        lead = self.num_processes - 1
+        where = (str(Path(self._folder) / "rendezvous"), lead, self.num_processes, self.devices[lead])
         made: queue.SimpleQueue[DataPlane | Exception] = queue.SimpleQueue()
         threading.Thread(target=_put_plane, args=(made, *where), daemon=True, name="data plane").start()
         while True:
@@ -296,9 +296,7 @@ class Workers:
         process.threads[1].join(_END_WAIT_S)
         text = "".join(process.output).strip() or "(no output)"
         self.close()
-        return WorkerStartError(
-            f"the worker of stage {process.stage} ({self.devices[process.stage]}) {how}; it printed:\n{text}"
-        )
+        return WorkerStartError(f"worker {process.index} ({self.devices[process.index]}) {how}; it printed:\n{text}")
 
     def _release_waits(self) -> None:
         """Ends waits for a process that is gone; on NCCL they would last for ever, on gloo they end by themselves."""
@@ -309,7 +307,7 @@ class Workers:
         """Raises `WorkerGone` where a process ended meanwhile."""
         for process in self._processes:
             if process.ended.is_set():
-                raise WorkerGone(process.stage, process.failure)
+                raise WorkerGone(process.index, process.failure)
 
     def close(self) -> None:
         """Ends the processes."""
@@ -321,61 +319,61 @@ class Workers:
 
     # -- messages --------------------------------------------------------------------------------------------------
 
-    def tell(self, stage: int, message: Any, packed: Packed | None = None) -> None:
+    def tell(self, index: int, message: Any, packed: Packed | None = None) -> None:
         """Sends a message, and the tensors that belong to it.
 
         Raises:
             WorkerGone: where the worker ended.
         """
-        process = self._processes[stage]
+        process = self._processes[index]
         try:
             process.connection.send_bytes(cloudpickle.dumps(message))
         except OSError:
-            raise WorkerGone(stage, process.failure) from None
+            raise WorkerGone(index, process.failure) from None
         if packed is not None:
             assert self.plane is not None
-            self.plane.send_packed(packed, stage)
+            self.plane.send_packed(packed, index)
 
     def tell_all(self, message: Any) -> None:
         """Sends a message to every worker."""
-        for stage in self.stages:
-            self.tell(stage, message)
+        for index in self.indices:
+            self.tell(index, message)
 
-    def expect(self, stage: int, kind: type[_MESSAGE], timeout_s: float | None = None) -> _MESSAGE:
+    def expect(self, index: int, kind: type[_MESSAGE], timeout_s: float | None = None) -> _MESSAGE:
         """Waits for a message of one class.
 
         Raises:
             WorkerGone: where the worker ended.
             MgpuError: where another message came.
         """
-        message = self._processes[stage].next(timeout_s)
+        message = self._processes[index].next(timeout_s)
         if not isinstance(message, kind):
-            raise MgpuError(f"stage {stage} said {type(message).__name__} where {kind.__name__} was expected")
+            raise MgpuError(f"worker {index} said {type(message).__name__} where {kind.__name__} was expected")
         return message
 
-    def collect(self, stages: Sequence[int], what: str, names: Sequence[Sequence[Any]]) -> list[Any]:
+    def collect(self, indices: Sequence[int], what: str, names: Sequence[Sequence[Any]]) -> list[Any]:
         """Asks some workers and returns their answers in order; ``names`` has one list for each."""
         assert self.plane is not None
-        for stage, wanted in zip(stages, names, strict=True):
-            self.tell(stage, m.Collect(what, tuple(wanted)))
+        for index, wanted in zip(indices, names, strict=True):
+            self.tell(index, m.Collect(what, tuple(wanted)))
         answers = []
-        for stage in stages:
-            answer = self.expect(stage, m.Answer)
-            answers.append(unpack(self.plane.receive_packed(answer.packed, stage), _no_names))
+        for index in indices:
+            answer = self.expect(index, m.Answer)
+            answers.append(unpack(self.plane.receive_packed(answer.packed, index), _no_names))
         return answers
 
-    def writing(self, stage: int) -> Callable[[], m.ShardWritten]:
+    def writing(self, index: int) -> Callable[[], m.ShardWritten]:
         """Returns what waits, in any thread, until a worker has written its part of a checkpoint; others may speak to it.
 
         It raises `WorkerGone` where the worker ended.
         """
-        process = self._processes[stage]
+        process = self._processes[index]
 
         def wait() -> m.ShardWritten:
             message = process.written.get()
             if message is None:
                 process.written.put(None)  # for whoever asks next
-                raise WorkerGone(stage, process.failure)
+                raise WorkerGone(index, process.failure)
             return message
 
         return wait
@@ -387,8 +385,8 @@ class Workers:
             WorkerGone: where a worker ended, as one does that fails.
         """
         self.tell_all(m.Sync())
-        for stage in self.stages:
-            self.expect(stage, m.Done)
+        for index in self.indices:
+            self.expect(index, m.Done)
 
     # -- after a failure -------------------------------------------------------------------------------------------
 
@@ -396,7 +394,7 @@ class Workers:
         """Finds out which workers ended, waiting a little for reports on their way.
 
         Returns:
-            The report of each worker that ended, by stage; ``None`` for one that ended without.
+            The report of each worker that ended, by index; ``None`` for one that ended without.
         """
         deadline_s = time.monotonic() + wait_s
         dead: dict[int, m.Failure | None] = {}
@@ -406,25 +404,25 @@ class Workers:
                     while True:
                         process.next(max(0.01, deadline_s - time.monotonic()))
                 except WorkerGone as gone:
-                    dead[process.stage] = gone.failure
+                    dead[process.index] = gone.failure
             if process.failure is not None:
-                dead[process.stage] = process.failure
+                dead[process.index] = process.failure
         return dead
 
-    def how_it_ended(self, stage: int) -> str:
+    def how_it_ended(self, index: int) -> str:
         """Says how a process that left no report ended."""
-        return self._processes[stage].how_it_ended()
+        return self._processes[index].how_it_ended()
 
     def surrender(self, timeout_s: float) -> dict[int, bytes | None]:
         """Takes everything home that workers still have, and ends them.
 
         Returns:
-            The pickled state of each worker, by stage; ``None`` for one that is lost.
+            The pickled state of each worker, by index; ``None`` for one that is lost.
         """
         states: dict[int, bytes | None] = {}
         for process in self._processes:
             with contextlib.suppress(WorkerGone):
-                self.tell(process.stage, m.Surrender())
+                self.tell(process.index, m.Surrender())
         deadline_s = time.monotonic() + timeout_s
         for process in self._processes:
             state: bytes | None = None
@@ -434,13 +432,13 @@ class Workers:
                     state = message.pickled if isinstance(message, m.State) else None
             if state is None and process.failure is not None:
                 state = process.failure.state
-            states[process.stage] = state
+            states[process.index] = state
         self.close()
         return states
 
 
 def _put_plane(made: queue.SimpleQueue[DataPlane | Exception], path: str, rank: int, size: int, device: torch.device) -> None:
-    """Makes a data plane in a thread of its own, since nothing but the missing stages can end its wait for them."""
+    """Makes a data plane in a thread of its own, since nothing but the missing processes can end its wait for them."""
     try:
         made.put(DataPlane(path, rank, size, device, interruptible=True))
     except Exception as error:

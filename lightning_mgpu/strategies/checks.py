@@ -26,9 +26,9 @@ def check_workers(workers: Workers, devices: Sequence[torch.device]) -> None:
     Raises:
         PartitionError: with both, and the workers to use.
     """
-    if workers.num_stages != len(devices):
+    if workers.num_processes != len(devices):
         raise PartitionError(
-            f"workers={workers.num_stages} devices do not fit a Trainer with devices={len(devices)}; "
+            f"workers={workers.num_processes} devices do not fit a Trainer with devices={len(devices)}; "
             f"use Workers(devices={len(devices)})"
         )
     if workers.devices != (*devices[1:], devices[0]):

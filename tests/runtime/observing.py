@@ -55,9 +55,9 @@ def make_trainer(strategy: str | Strategy = "auto", *, devices: int = 1, **kwarg
 
 def on_stages(workers: Workers, **kwargs: Any) -> Trainer:
     """Makes a quiet Trainer for a pipeline of three-layer networks, cut behind its first layers."""
-    cuts = ["fc2", "fc3"][: workers.num_stages - 1]
+    cuts = ["fc2", "fc3"][: workers.num_processes - 1]
     strategy = PipelineStrategy(num_microbatches=4, cuts=cuts, workers=workers)
-    return make_trainer(strategy, devices=workers.num_stages, **kwargs)
+    return make_trainer(strategy, devices=workers.num_processes, **kwargs)
 
 
 @contextmanager

@@ -77,7 +77,7 @@ def test_what_the_worker_printed_is_shown(tmp_path: Path, monkeypatch: pytest.Mo
             trainer.fit(module, batches(marked=False))
         assert new_processes() == []
     first, *_, last = str(caught.value).splitlines()
-    assert first == "the worker of stage 0 (cpu) ended with exit code 1 while it started; it printed:"
+    assert first == "worker 0 (cpu) ended with exit code 1 while it started; it printed:"
     assert last == "ImportError: libtorch.so is from another planet"
     assert caught.value.__cause__ is None
     assert caught.value.__suppress_context__
@@ -93,7 +93,7 @@ def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> No
         with pytest.raises(WorkerStartError) as caught:
             workers.start()
         assert str(caught.value) == (
-            "the worker of stage 0 (cpu) cannot be started with '/nowhere/python', which is sys.executable: "
+            "worker 0 (cpu) cannot be started with '/nowhere/python', which is sys.executable: "
             "FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/python'"
         )
         assert not workers.started
@@ -106,9 +106,7 @@ def test_a_worker_that_ends_in_silence(tmp_path: Path, monkeypatch: pytest.Monke
     use_interpreter(tmp_path, monkeypatch, "exit 7")
     with pytest.raises(WorkerStartError) as caught:
         make_trainer(PipelineStrategy(), devices=2).fit(Mlp(), batches(marked=False))
-    assert str(caught.value) == (
-        "the worker of stage 0 (cpu) ended with exit code 7 while it started; it printed:\n(no output)"
-    )
+    assert str(caught.value) == ("worker 0 (cpu) ended with exit code 7 while it started; it printed:\n(no output)")
 
 
 def test_a_worker_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,9 +115,7 @@ def test_a_worker_that_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     trainer = make_trainer(PipelineStrategy(start_timeout_s=1), devices=3, callbacks=[witness])
     with pytest.raises(WorkerStartError) as caught, promptly(witness):
         trainer.fit(Mlp(), batches(marked=False))
-    assert str(caught.value) == (
-        "the worker of stage 0 (cpu) did not answer in 1 s while it started; it printed:\nwaiting for a licence"
-    )
+    assert str(caught.value) == ("worker 0 (cpu) did not answer in 1 s while it started; it printed:\nwaiting for a licence")
     assert new_processes() == []
 
 
@@ -127,7 +123,7 @@ def test_one_of_two_workers_that_cannot_start(tmp_path: Path, monkeypatch: pytes
     script = f'mkdir "{tmp_path}/taken" 2> /dev/null && exec "{sys.executable}" "$@"\necho there is room for one only\nexit 1'
     use_interpreter(tmp_path, monkeypatch, script)
     workers = Workers(devices=3)
-    with pytest.raises(WorkerStartError, match=r"worker of stage [01] .*exit code 1.*\nthere is room for one only"):
+    with pytest.raises(WorkerStartError, match=r"worker [01] .*exit code 1.*\nthere is room for one only"):
         workers.ready()
     assert new_processes() == []
     assert not workers.started
@@ -145,8 +141,7 @@ def test_a_worker_that_dies_while_it_is_connected(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(WorkerStartError) as caught:
         workers.ready()
     assert str(caught.value) == (
-        "the worker of stage 1 (cpu) was killed by SIGKILL (out of memory, perhaps) while it was connected; it printed:\n"
-        "(no output)"
+        "worker 1 (cpu) was killed by SIGKILL (out of memory, perhaps) while it was connected; it printed:\n(no output)"
     )
     assert new_processes() == []
 
@@ -166,7 +161,7 @@ def test_of_several_workers_that_end_the_one_that_was_killed_is_named() -> None:
     """The others end since they lost touch with it, and may be noticed first."""
     workers = Workers(devices=4)
     workers._processes = [ended(0, 1, "ended with exit code 1"), ended(1, -9, "was killed"), ended(2, 1, "ended as well")]
-    with pytest.raises(WorkerStartError, match=r"stage 1 \(cpu\) was killed while it was connected; it printed:\nI am 1"):
+    with pytest.raises(WorkerStartError, match=r"worker 1 \(cpu\) was killed while it was connected; it printed:\nI am 1"):
         workers._check_connected()
 
 
