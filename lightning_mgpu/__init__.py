@@ -10,17 +10,19 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["PipelineStrategy", "Timeline", "Workers", "__version__"]
+__all__ = ["LayerwiseStrategy", "PipelineStrategy", "Timeline", "Workers", "__version__"]
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING or os.environ.get("LIGHTNING_MGPU_ROLE") != "worker":
     from lightning_mgpu.runtime.workers import Workers
+    from lightning_mgpu.strategies.layerwise import LayerwiseStrategy
     from lightning_mgpu.strategies.pipeline import PipelineStrategy
     from lightning_mgpu.timeline import Timeline
 
 if not TYPE_CHECKING:
     _HOMES = {
+        "LayerwiseStrategy": "lightning_mgpu.strategies.layerwise",
         "PipelineStrategy": "lightning_mgpu.strategies.pipeline",
         "Timeline": "lightning_mgpu.timeline",
         "Workers": "lightning_mgpu.runtime.workers",

@@ -45,7 +45,10 @@ def _predict(cfg: DictConfig) -> float | None:
     datamodule: L.LightningDataModule = _build(cfg.data)
     model: L.LightningModule = _build(cfg.model)
     callbacks = [file, *([latency] if cfg.report else [])]
-    trainer: L.Trainer = _build(cfg.trainer, _partial_=True)(strategy=_build(cfg.strategy), callbacks=callbacks)
+    make_trainer = _build(cfg.trainer, _partial_=True)
+    trainer: L.Trainer = make_trainer(
+        strategy=_build(cfg.strategy), callbacks=callbacks, logger=False, enable_checkpointing=False
+    )
     trainer.predict(model, datamodule=datamodule, ckpt_path=cfg.ckpt_path, return_predictions=False)
     if not trainer.is_global_zero:
         return None

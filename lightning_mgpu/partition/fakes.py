@@ -38,9 +38,10 @@ class Swap:
         mode: the mode the fakes belong to.
     """
 
-    def __init__(self, root: nn.Module, mode: FakeTensorMode) -> None:
+    def __init__(self, root: nn.Module, mode: FakeTensorMode, device: torch.device | None = None) -> None:
         self.root = root
         self.mode = mode
+        self.device = device
         self.fake_of: dict[int, Tensor] = {}
         self._real: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._lists: list[tuple[list[Any], list[Any]]] = []
@@ -51,7 +52,7 @@ class Swap:
             return real
         if id(real) not in self.fake_of:
             with self.mode, torch.no_grad():
-                empty = torch.empty(real.shape, dtype=real.dtype, device=real.device)
+                empty = torch.empty(real.shape, dtype=real.dtype, device=self.device or real.device)
             fake = nn.Parameter(empty, requires_grad=real.requires_grad) if isinstance(real, nn.Parameter) else empty
             self.fake_of[id(real)] = fake
         return self.fake_of[id(real)]
@@ -103,14 +104,15 @@ class Swap:
 
 
 @contextmanager
-def fake_weights(root: nn.Module, *, enabled: bool = True) -> Iterator[Swap]:
+def fake_weights(root: nn.Module, *, enabled: bool = True, device: torch.device | None = None) -> Iterator[Swap]:
     """Runs a block with fake parameters and buffers below ``root``.
 
     Args:
         root: the module whose weights are replaced.
         enabled: with ``False`` the real tensors stay, for a recording that computes numbers.
+        device: where the fakes seem to be; by default where the real ones are.
     """
-    swap = Swap(root, FakeTensorMode(allow_non_fake_inputs=True))
+    swap = Swap(root, FakeTensorMode(allow_non_fake_inputs=True), device)
     try:
         if enabled:
             swap.enter()

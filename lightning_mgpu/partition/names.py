@@ -25,10 +25,12 @@ class Names:
         kinds: ``"parameter"`` or ``"buffer"`` by canonical name.
         aliases: every name of a tensor, by canonical name.
         changing: names of the parameters that a recorded forward changes by itself, as one that clips its weights.
+        device: where weights seem to be while a forward is recorded; ``None`` for where they are.
     """
 
     def __init__(self, root: nn.Module) -> None:
         self.root = root
+        self.device: torch.device | None = None
         self.path_of: dict[int, str] = {}
         self.module_at: dict[str, nn.Module] = {}
         for path, module in root.named_modules(remove_duplicate=False):

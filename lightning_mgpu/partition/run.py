@@ -110,7 +110,7 @@ class RecordingRun(TorchFunctionMode):
             self.known = changes.known
             if self.real:
                 stack.enter_context(self.names.scratch_buffers())
-            self.swap = stack.enter_context(fake_weights(self.names.root, enabled=not self.real))
+            self.swap = stack.enter_context(fake_weights(self.names.root, enabled=not self.real, device=self.names.device))
             self._add_weights()
             inputs = [self._add_input(t, i) for i, t in enumerate(leaf for leaf in copied if isinstance(leaf, Tensor))]
             before = draws()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lightning_mgpu.errors import RecordingError
 from lightning_mgpu.partition.batchnorm import DeferredStatistics
+from lightning_mgpu.partition.devices import StageDevices
 from lightning_mgpu.partition.program import Environment, Program, Store
 from lightning_mgpu.partition.split_backward import SplitBackward
 
@@ -87,9 +89,10 @@ class StageRun:
             checkpointing, Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
         replicated: whether other replicas run the stage too, for other microbatches of the batch: then running statistics of
             batch norms wait for theirs.
+        devices: where the stages of this process are, if on several devices.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a run is made of
         self,
         store: Store,
         microbatches: range,
@@ -100,9 +103,11 @@ class StageRun:
         alone: bool = False,
         recompute: bool = False,
         replicated: bool = False,
+        devices: StageDevices | None = None,
     ) -> None:
         self.store = store
         self.replicated = replicated
+        self.devices = devices
         self.first, self.num_microbatches = microbatches.start, len(microbatches)
         self.alone = alone
         self.recompute = recompute
@@ -131,7 +136,7 @@ class StageRun:
         environment: Environment = {}
         given = [*zip(stage.receives, received, strict=True), *zip(stage.inputs, inputs, strict=True)]
         for crossing, tensor in given:
-            leaf = tensor.detach()
+            leaf = self._here(tensor.detach(), stage)
             environment[crossing.register] = leaf.requires_grad_() if self.grad and crossing.requires_grad else leaf
         again = self.grad and self.recompute and stage.is_repeatable
         kept = _Kept(stage, dict(environment))
@@ -148,13 +153,27 @@ class StageRun:
         self, stage: Stage, microbatch: int, environment: Environment, statistics: DeferredStatistics | None, *, grad: bool
     ) -> Environment:
         """Runs the stage's program, and returns what it sends by register."""
-        with _seeded(self.seed, stage.index, self.first + microbatch):
+        with self._at_work(stage, grad=grad and self.grad), _seeded(self.seed, stage.index, self.first + microbatch):
             environment = stage.program.run(
                 environment, self.store, microbatch=0 if self.alone else microbatch,
                 num_microbatches=1 if self.alone else self.num_microbatches, statistics=statistics,
                 inference=self.inference, grad=grad,
             )  # fmt: skip
         return {crossing.register: environment[crossing.register] for crossing in stage.sends}
+
+    def _here(self, tensor: Tensor, stage: Stage) -> Tensor:
+        return tensor if self.devices is None else self.devices.move(tensor, self.devices.of(stage.index))
+
+    def _at_work(self, stage: Stage, *, grad: bool) -> AbstractContextManager[None]:
+        return nullcontext() if self.devices is None else self.devices.at_work(stage.index, stage.names, grad=grad)
+
+    def _returned(self, found: Mapping[int, Tensor | None], stage: Stage) -> dict[int, Tensor]:
+        """Leaves out what has no gradient, and returns those of arguments where the arguments are."""
+        made = {register: gradient for register, gradient in found.items() if gradient is not None}
+        if self.devices is not None:
+            arguments = {crossing.register for crossing in stage.inputs}
+            made = {r: self.devices.move(g, self.devices.home) if r in arguments else g for r, g in made.items()}
+        return made
 
     def _take(self, microbatch: int, *, retain: bool) -> tuple[Stage, Environment, dict[int, Tensor]]:
         """Returns the stage of one microbatch, what it sent with its history, and the tensors whose gradients go back."""
@@ -182,8 +201,8 @@ class StageRun:
         Returns:
             The gradients of received tensors and inputs, by register; what has none is missing.
         """
-        _, sent, leaves = self._take(microbatch, retain=retain)
-        roots, seeds = _roots(sent, gradients)
+        stage, sent, leaves = self._take(microbatch, retain=retain)
+        roots, seeds = _roots(sent, {r: self._here(gradient, stage) for r, gradient in gradients.items()})
         if not roots:
             return {}
         if accumulate:
@@ -198,7 +217,7 @@ class StageRun:
             found = dict(zip(leaves, grads, strict=True))
         else:
             found = {}
-        return {register: gradient for register, gradient in found.items() if gradient is not None}
+        return self._returned(found, stage)
 
     def backward_of_inputs(self, microbatch: int, gradients: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Runs the part of one microbatch's backward that the stage before waits for.

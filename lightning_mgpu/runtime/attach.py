@@ -81,7 +81,7 @@ class Attachment:
 
     def _is_aside(self, module: nn.Module) -> bool:
         """Says whether a call outside of steps finds a module whole, so that it can run as it is, in this process."""
-        return not (self.lead.placed or self._in_step() or self.lead.origins.concern(module))
+        return not (self.lead.is_spread or self._in_step() or self.lead.origins.concern(module))
 
     def _forward(self, path: str, module: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         def make(plain: Callable[..., Any]) -> Callable[..., Any]:

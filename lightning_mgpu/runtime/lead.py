@@ -19,6 +19,7 @@ from lightning_mgpu import tree
 from lightning_mgpu.errors import PlacementError
 from lightning_mgpu.mesh import Mesh
 from lightning_mgpu.partition.cut import CutRequest
+from lightning_mgpu.partition.devices import StageDevices
 from lightning_mgpu.partition.gather import deal_inputs, finish, gather
 from lightning_mgpu.partition.plan import CallPlan, Planner
 from lightning_mgpu.partition.selfcheck import check_plan
@@ -58,6 +59,7 @@ class Lead:
         step: runs training steps by microbatches.
         recomputed: the stages that keep no activations, and are run again before their backwards.
         placed: whether parameters live with their stages now, rather than all on the lead.
+        devices: where the stages of this process are, if on several devices.
         compiled: arguments of ``torch.compile`` for the stages, ``None`` to run them as they are.
         timed: whether calls are recorded for a timeline.
         closed: whether it serves no more calls.
@@ -75,6 +77,7 @@ class Lead:
         request: CutRequest | None = None,
         self_check: bool | Literal["auto"] = "auto",
         activation_checkpointing: bool | Literal["all but last"] = False,
+        local_devices: Sequence[torch.device] = (),
         patches: Patches | None = None,
     ) -> None:
         self.root = root
@@ -89,6 +92,10 @@ class Lead:
         recomputed = range(len(homes) - (activation_checkpointing == "all but last")) if activation_checkpointing else ()
         self.recomputed = frozenset(recomputed)
         self.planner.fetch = self.shown
+        self.devices: StageDevices | None = None
+        if local_devices:
+            self.devices = StageDevices(self.planner.names, self.planner.placement, local_devices)
+            self.planner.names.device = self.devices.home
         self.self_check = self_check
         self.patches = patches or Patches()
         self.anchor = Anchor()
@@ -173,6 +180,11 @@ class Lead:
             stages: all stages, for each microbatch of the batch.
         """
         return OtherReplicas(self.engine, self.mesh, self.planner.placement.homes, stages)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the module can't run as it is: its weights are in other processes, or on several devices."""
+        return self.placed or (self.devices is not None and self.devices.away)
 
     def is_placed(self, module: nn.Module) -> bool:
         """Says whether any tensor of a module has an owner other than the lead alone."""
@@ -301,8 +313,7 @@ class Lead:
         for stage in (stage for every in plan.stages.values() for stage in every):
             stage.program.compiled = self.compiled
         if self.num_processes == 1:
-            self.origins.make_here(self.planner.names.tensors)
-            self._known_plans.add(plan.number)
+            self._place_here(plan)
             return
         check_dense(self.planner.names, self.planner.placement.shared())
         _ = self.engine  # waits for processes that are starting
@@ -322,6 +333,15 @@ class Lead:
                 self._send_plan(plan)
             self._send_flags()
             self.home.hide()
+
+    def _place_here(self, plan: CallPlan) -> None:
+        """Places a plan in this process alone, which may have several devices."""
+        self.origins.make_here(self.planner.names.tensors)
+        if self.devices is not None:
+            for index, stage in (each for every in plan.stages.values() for each in enumerate(every)):
+                stage.program.move_to(self.devices.of(index))
+            self.devices.place(self.optimizers.faces)
+        self._known_plans.add(plan.number)
 
     def _send_plan(self, plan: CallPlan) -> None:
         for process in self.workers.indices:
@@ -474,6 +494,10 @@ class Lead:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Makes parameters and buffers readable on the lead for a block that changes nothing."""
+        if self.devices is not None:
+            with self.devices.gathered():
+                yield
+            return
         if not self.placed or self._summoned or self.owned_state.described:
             yield
             return
@@ -541,6 +565,8 @@ class Lead:
     def close(self) -> None:
         """Makes the module whole and forgets everything the workers have of it."""
         self.come_home()
+        if self.devices is not None:
+            self.devices.bring_home(self.optimizers.faces)
         self.closed = True
         self.step.close()
         if self.num_processes > 1 and self.workers.plane is not None and self.workers.alive:

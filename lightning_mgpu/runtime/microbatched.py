@@ -192,7 +192,7 @@ class MicrobatchedStep:
         runs = {
             index: StageRun(
                 lead.planner.store, share, grad=True, inference=False, seed=seed, alone=True,
-                recompute=index in lead.recomputed, replicated=lead.mesh.data > 1,
+                recompute=index in lead.recomputed, replicated=lead.mesh.data > 1, devices=lead.devices,
             )
             for index in lead.own_stages
         }  # fmt: skip

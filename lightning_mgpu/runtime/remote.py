@@ -61,7 +61,7 @@ class RemoteCall:
         runs = {
             index: StageRun(
                 lead.planner.store, self.share, grad=grad, inference=self.inference, seed=self.seed,
-                recompute=index in lead.recomputed, replicated=lead.mesh.data > 1,
+                recompute=index in lead.recomputed, replicated=lead.mesh.data > 1, devices=lead.devices,
             )
             for index in lead.own_stages
         }  # fmt: skip

@@ -187,6 +187,11 @@ class PipelineStrategy(SavingStrategy):
         return len(self.schedule.homes(self.mesh.pipeline)) if self._stage_devices else 0
 
     @property
+    def local_devices(self) -> tuple[torch.device, ...]:
+        """The devices of the stages, where all are in this process; nothing where each has a process of its own."""
+        return ()
+
+    @property
     def num_devices(self) -> int:
         """Number of devices, each with a process of its own."""
         return len(self._stage_devices)
@@ -223,7 +228,7 @@ class PipelineStrategy(SavingStrategy):
         """Raises for whatever can be known before processes start."""
         root = self.lightning_module
         assert root is not None
-        if self._workers is not None:
+        if self._workers is not None and not self._owns_workers:
             check_workers(self._workers, self._stage_devices)
         if self.num_nodes > 1:
             raise PartitionError(f"num_nodes={self.num_nodes} is not possible: a pipeline runs on one host; use num_nodes=1")
@@ -264,6 +269,7 @@ class PipelineStrategy(SavingStrategy):
             request=self.request,
             self_check=self.self_check,
             activation_checkpointing=self.activation_checkpointing,
+            local_devices=self.local_devices,
         )
         lead.optimizers.faces = list(self.optimizers)
         lead.origins = self.origins

@@ -10,7 +10,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import OmegaConf
 
-from lightning_mgpu import PipelineStrategy
+from lightning_mgpu import LayerwiseStrategy, PipelineStrategy
 from lightning_mgpu.app.config_dir import find_config_dir
 from lightning_mgpu.app.single import single_device
 from lightning_mgpu.examples import CNN, DigitsDataModule, Linear, RandomLinearDataModule, TwoLayerLinear
@@ -26,8 +26,13 @@ PIPELINES = {  # by choice: schedule, and the mesh of four devices
     "hybrid": ("gpipe", Mesh(2, 2)),
     "data_parallel": ("gpipe", Mesh(1, 4)),
 }
-SEVERAL_DEVICES = ("_pipeline", "_data_parallel")
-STRATEGIES = {"single": str, "ddp": DDPStrategy, **dict.fromkeys(PIPELINES, PipelineStrategy)}
+SEVERAL_DEVICES = {"_pipeline": PipelineStrategy, "_data_parallel": PipelineStrategy, "_model_parallel": LayerwiseStrategy}
+STRATEGIES = {
+    "single": str,
+    "ddp": DDPStrategy,
+    "model_parallel": LayerwiseStrategy,
+    **dict.fromkeys(PIPELINES, PipelineStrategy),
+}
 
 
 def test_the_groups_hold_what_is_tested_here() -> None:
@@ -78,7 +83,7 @@ def test_experiment(choice: str, tmp_path: Path) -> None:
     cfg = compose_train(tmp_path, f"experiment={choice}")
     strategy = instantiate(cfg.strategy, _convert_="all")
     trainer = instantiate(cfg.trainer, _convert_="all", _partial_=True)(strategy=strategy)
-    kind = PipelineStrategy if choice.endswith(SEVERAL_DEVICES) else SingleDeviceStrategy
+    kind = next((k for ending, k in SEVERAL_DEVICES.items() if choice.endswith(ending)), SingleDeviceStrategy)
     assert type(trainer.strategy) is kind
     assert isinstance(instantiate(cfg.model), L.LightningModule)
     assert isinstance(instantiate(cfg.data), L.LightningDataModule)

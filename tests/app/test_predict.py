@@ -51,6 +51,7 @@ def expected(checkpoint: Path) -> torch.Tensor:
     [
         pytest.param((), id="one device"),
         pytest.param(("strategy=pipeline", *ON_TWO), id="by layer"),
+        pytest.param(("strategy=model_parallel", *ON_TWO), id="by layer in one process"),
         pytest.param(("strategy=data_parallel", *ON_TWO), id="by index"),
     ],
 )

@@ -30,7 +30,7 @@ class Predictor(LightningModule):
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
         self.what = what
 
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
         scores = self.model(batch)
         classes = scores.argmax(1)
         return {

@@ -19,6 +19,8 @@ from tests.partition.forwards import FORWARDS, Forward
 from tests.partition.forwards.case import weighted_sum
 from tests.partition.in_process import InProcess
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* has batch norms")
+
 LR = 0.05
 
 

@@ -16,6 +16,8 @@ from lightning_mgpu.partition.selfcheck import check_plan
 from tests.partition.forwards.control import Three
 from tests.partition.forwards.kept import ClampedWeights
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* has batch norms")
+
 
 class Forward(Three):
     """Runs a function over its layers as its forward."""
