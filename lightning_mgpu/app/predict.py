@@ -5,6 +5,7 @@ the data once and in its order; with ``report=true`` it says how many rows a sec
 """
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def _predict(cfg: DictConfig) -> float | None:
     trainer: L.Trainer = make_trainer(
         strategy=_build(cfg.strategy), callbacks=callbacks, logger=False, enable_checkpointing=False
     )
-    trainer.predict(model, datamodule=datamodule, ckpt_path=cfg.ckpt_path, return_predictions=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Be aware that when using `ckpt_path`, callbacks")  # those were for training
+        trainer.predict(model, datamodule=datamodule, ckpt_path=cfg.ckpt_path, return_predictions=False)
     if not trainer.is_global_zero:
         return None
     console = Console(highlight=False, soft_wrap=True)
