@@ -52,6 +52,9 @@ class Body:
         reasons = [""] * (len(self.nodes) + 1)
         self._forbid_shared_memory(reasons)
         self._forbid_inside_buffers(reasons)
+        for register in self.graph.sharded & self.first.keys():
+            reason = f"{self.graph.nodes[self.nodes[self.first[register]]]} makes a value that is split over ranks there"
+            self._forbid(reasons, self.first[register] + 1, self.last.get(register, 0), reason)
         for position, index in enumerate(self.nodes):
             node = self.graph.nodes[index]
             if node.target is torch.autograd.grad:

@@ -150,6 +150,7 @@ class Graph:
         buffer_writes: buffers that the forward rebound, by name, to registers.
         constants: the tensors behind constant sources.
         leaves: paths of the modules called as one node.
+        sharded: registers of which every rank of a tensor-parallel group has a part, or a share, of its own.
         attributes: simple Python values read from the modules, by (path, attribute).
     """
 
@@ -163,6 +164,7 @@ class Graph:
     buffer_writes: dict[str, int] = field(default_factory=dict)
     constants: dict[int, Tensor] = field(default_factory=dict)
     leaves: tuple[str, ...] = ()
+    sharded: frozenset[int] = frozenset()
 
     @property
     def output_registers(self) -> list[int]:

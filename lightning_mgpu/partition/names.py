@@ -24,6 +24,7 @@ class Names:
         tensors: parameter or buffer by canonical name.
         kinds: ``"parameter"`` or ``"buffer"`` by canonical name.
         aliases: every name of a tensor, by canonical name.
+        canonical: canonical name by each name.
         changing: names of the parameters that a recorded forward changes by itself, as one that clips its weights.
         device: where weights seem to be while a forward is recorded; ``None`` for where they are.
     """
@@ -40,12 +41,14 @@ class Names:
         self.tensors: dict[str, Tensor] = {}
         self.kinds: dict[str, str] = {}
         self.aliases: dict[str, list[str]] = {}
+        self.canonical: dict[str, str] = {}
         self.changing: set[str] = set()
         for kind, name, tensor in named_weights(root):
             canonical = self.name_of.setdefault(id(tensor), name)
             self.tensors.setdefault(canonical, tensor)
             self.kinds.setdefault(canonical, kind)
             self.aliases.setdefault(canonical, []).append(name)
+            self.canonical[name] = canonical
 
     def current(self, name: str) -> Tensor:
         """Returns the parameter or buffer that the module holds under a name now, or held when it still had the name."""

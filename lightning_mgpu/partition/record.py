@@ -21,7 +21,7 @@ from lightning_mgpu.partition.graph import (
 )
 from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.recording import Recording, Unrecordable
-from lightning_mgpu.partition.run import RecordingRun
+from lightning_mgpu.partition.run import Opened, RecordingRun
 
 __all__ = ["Recorder"]
 
@@ -34,10 +34,12 @@ class Recorder:
     Attributes:
         names: names below the root.
         promoted: paths of modules that are called as one leaf, with the reason; grows while recordings are made.
+        opened: returns another forward to record in the place of a module's own, if there is one.
     """
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: Names, opened: Opened = lambda _: None) -> None:
         self.names = names
+        self.opened = opened
         self.promoted: dict[str, str] = {}
 
     def record(
@@ -67,7 +69,7 @@ class Recorder:
         """
         with _lock:
             for _ in range(1 + len(self.names.module_at)):
-                run = RecordingRun(self.names, self.promoted, module, answers, real=real)
+                run = RecordingRun(self.names, self.promoted, module, answers, real=real, opened=self.opened)
                 try:
                     return run.record(args, kwargs)
                 except Unrecordable as stop:

@@ -46,7 +46,10 @@ from lightning_mgpu.partition.recording import Recording, StructureError, Unreco
 from lightning_mgpu.partition.standins import on_stand_ins, run_for_real
 from lightning_mgpu.partition.watch import OperatorWatch
 
-__all__ = ["RecordingRun"]
+__all__ = ["Opened", "RecordingRun"]
+
+Opened = Callable[[nn.Module], Callable[..., Any] | None]
+"""Returns another forward to record in the place of a module's own, if there is one."""
 
 _VALUE_CALLS = frozenset(
     "__bool__ item __int__ __float__ __complex__ __index__ tolist numpy __array__ equal allclose is_nonzero __contains__ "
@@ -69,7 +72,14 @@ class RecordingRun(TorchFunctionMode):
     """Is one run of a forward under observation."""
 
     def __init__(
-        self, names: Names, promoted: dict[str, str], module: nn.Module, answers: Sequence[Guard] | None, *, real: bool
+        self,
+        names: Names,
+        promoted: dict[str, str],
+        module: nn.Module,
+        answers: Sequence[Guard] | None,
+        *,
+        real: bool,
+        opened: Opened = lambda _: None,
     ) -> None:
         super().__init__()
         self.names = names
@@ -77,6 +87,7 @@ class RecordingRun(TorchFunctionMode):
         self.module = module
         self.answers = answers
         self.real = real
+        self.opened = opened
         self.attributes = AttributeGuards()
         self.nodes: list[Node] = []
         self.values: list[Value] = []
@@ -120,7 +131,7 @@ class RecordingRun(TorchFunctionMode):
             stack.enter_context(watched(self._note_attribute))
             stack.enter_context(unvalidated_distributions())
             with self:
-                result = self.module.forward(*args, **kwargs)
+                result = (self.opened(self.module) or self.module.forward)(*args, **kwargs)
             hooked.refuse_changes()
             if before != (draws()):
                 reason = "draws from Python's or NumPy's random numbers, which a recording can't repeat; use torch.rand"
@@ -423,11 +434,12 @@ class RecordingRun(TorchFunctionMode):
         if hooks and not is_leaf_type(module):
             self.promoted.setdefault(path, "has backward hooks, which take it as one piece")
         leaf = is_leaf_type(module) and module is not self.module and self._has_own_weights(module)
-        if path in self.promoted or leaf:
+        inside = None if path in self.promoted or hooks or module._forward_hooks or module._forward_pre_hooks else self.opened(module)
+        if path in self.promoted or (leaf and inside is None):
             return self._leaf(module, plain, path, args, kwargs)
         self.scopes.append(path)
         try:
-            return plain(module, *args, **kwargs)
+            return plain(module, *args, **kwargs) if inside is None else inside(*args, **kwargs)
         except Unrecordable as stop:
             if not stop.path or isinstance(module, _CONTAINERS):
                 stop.path = self.scopes[-2] if isinstance(module, _CONTAINERS) else path

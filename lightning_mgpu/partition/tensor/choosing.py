@@ -1,0 +1,177 @@
+"""What is chosen while a plan is made: every layer is split that can be, until a call sends it back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning_mgpu.errors import PartitionError
+from lightning_mgpu.partition.tensor.call import Weight
+from lightning_mgpu.partition.tensor.layout import Layout
+from lightning_mgpu.partition.tensor.sharded import NeedsCutsError, Sharded
+from lightning_mgpu.partition.tensor.steering import Steering
+
+__all__ = ["Choosing"]
+
+
+class Choosing:
+    """Holds the choices of the attempts so far; each attempt leaves fewer.
+
+    Attributes:
+        n: number of ranks.
+        steering: what the user asked for.
+        weights: the weights that calls asked about.
+        refused: weights that stay whole, with the reason.
+        gathered: weights of column layers whose results are put together, with the reason.
+        refused_inputs: inputs that can't be split, with the reason.
+    """
+
+    def __init__(self, n: int, steering: Steering, gather_min: int) -> None:
+        self.n = n
+        self.steering = steering
+        self.gather_min = gather_min
+        self.weights: dict[str, Weight] = {}
+        self.refused: dict[str, str] = {}
+        self.gathered: dict[str, str] = {}
+        self.refused_inputs: dict[int, str] = {}
+        self._cuts: dict[str, set[int]] = {}
+        self._notes: dict[str, str] = {}
+
+    # -- what rules ask --------------------------------------------------------------------------------------------
+
+    def split(self, weight: Weight, given: Sharded | None) -> Layout | None:
+        """Says how the weight of a contraction is split: as its input is, or else by its outputs where they divide."""
+        self.weights.setdefault(weight.name, weight)
+        role = self.steering.role(weight.name)
+        if weight.name in self.refused or role == "whole":
+            return self._whole(weight, "asked to be whole" if role == "whole" else self.refused[weight.name])
+        if weight.refusal:
+            self._check_asked(weight, role, weight.refusal)
+            return self._whole(weight, weight.refusal)
+        if given is not None:
+            return Layout(weight.out_dim, self._segments(weight)) if role == "column" else Layout(weight.in_dim, given.segments)
+        if role == "row":
+            width = weight.shape[weight.in_dim]
+            if width % self.n:
+                raise self._indivisible(weight, role, f"{width} inputs", width)
+            return Layout(weight.in_dim, (width,))
+        return self._column(weight, role)
+
+    def split_vocabulary(self, weight: Weight) -> Layout | None:
+        """Says how the weight of an embedding is split: by its rows, where it is large or a head shares it."""
+        self.weights.setdefault(weight.name, weight)
+        role, rows = self.steering.role(weight.name), weight.shape[0]
+        if weight.name in self.refused or role == "whole":
+            return self._whole(weight, "asked to be whole" if role == "whole" else self.refused[weight.name])
+        if weight.refusal:
+            self._check_asked(weight, role, weight.refusal)
+            return self._whole(weight, weight.refusal)
+        if role == "row" and self.steering.names.is_shared(weight.name):
+            return Layout(1, (weight.shape[1],))
+        if role in ("column", "row") and not self.steering.names.is_shared(weight.name):
+            raise PartitionError(f'{self._asked(weight, role)}, but it is an embedding; ask for "vocabulary" or "whole"')
+        if role is None and weight.shape[0] * weight.shape[1] < self.gather_min:
+            return self._whole(weight, f"fewer than {self.gather_min:,} elements")
+        if rows % self.n:
+            if role is not None:
+                raise self._indivisible(weight, role, f"{rows} rows", rows)
+            return self._whole(weight, f"its {rows} rows do not divide by {self.n}")
+        return Layout(0, (rows,))
+
+    def gathers(self, name: str) -> bool:
+        return name in self.gathered
+
+    def follows(self, name: str, layout: Layout) -> bool:  # noqa: ARG002 - the plan asks for the layout, too
+        return True
+
+    def _column(self, weight: Weight, role: str | None) -> Layout | None:
+        segments, width = self._segments(weight), weight.shape[weight.out_dim]
+        if all(size % self.n == 0 for size in segments):
+            return Layout(weight.out_dim, segments)
+        odd = next(size for size in segments if size % self.n)
+        what = f"{width} outputs" if len(segments) == 1 else f"segments of {odd} outputs"
+        if role is not None:
+            raise self._indivisible(weight, role, what, odd)
+        return self._whole(weight, f"its {what} do not divide by {self.n}")
+
+    def _segments(self, weight: Weight) -> tuple[int, ...]:
+        width = weight.shape[weight.out_dim]
+        parts = {i * width // weight.num_parts for i in range(weight.num_parts)}
+        bounds = sorted({0, width} | parts | self._cuts.get(weight.name, set()))
+        return tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+
+    def _whole(self, weight: Weight, reason: str) -> None:
+        self._notes[weight.name] = reason
+
+    # -- what attempts say -----------------------------------------------------------------------------------------
+
+    def cut(self, needs: NeedsCutsError) -> bool:
+        """Cuts weights into segments, and says whether any of them were not cut there before."""
+        fresh = False
+        for name in needs.sources & self.weights.keys():
+            weight = self.weights[name]
+            places = {place * weight.shape[weight.out_dim] for place in needs.places}
+            if all(place.denominator == 1 for place in places):
+                known = self._cuts.setdefault(name, set())
+                fresh |= not {int(place) for place in places} <= known
+                known.update(int(place) for place in places)
+        return fresh
+
+    def blame(self, sources: Iterable[str], reason: str) -> None:
+        """Takes back that layers are split, or puts their results together at once where they are large or were asked for."""
+        for name in sources:
+            weight = self.weights.get(name)
+            large = weight is not None and self._num_elements(weight) >= self.gather_min
+            if large or self.steering.role(name) in ("column", "vocabulary"):
+                self.gathered[name] = reason
+            else:
+                self.refuse([name], reason)
+
+    def refuse(self, names: Iterable[str], reason: str) -> None:
+        """Takes back that layers, or inputs, are split."""
+        for name in names:
+            if name.startswith("input "):
+                self.refused_inputs[int(name.removeprefix("input "))] = reason
+                continue
+            role = self.steering.role(name)
+            if role not in (None, "whole"):
+                raise PartitionError(f"{self._asked(self.weights[name], role)}, but {reason}; ask for 'whole'")
+            self.refused[name] = reason
+
+    def end(self, unpaired: Iterable[str]) -> bool:
+        """Takes back that layers are split whose parts are only put together in the end, unless that was asked for or saves much."""
+        kept = True
+        for name in unpaired:
+            weight = self.weights.get(name)
+            large = weight is not None and self._num_elements(weight) >= self.gather_min
+            if not large and self.steering.role(name) is None:
+                self.refuse([name], f"its result is the forward's, and it has fewer than {self.gather_min:,} elements")
+                kept = False
+        return kept
+
+    def reason(self, name: str) -> str:
+        """Returns why a weight stays whole; an empty string where nothing was said."""
+        return self.refused.get(name) or self._notes.get(name, "")
+
+    @staticmethod
+    def _num_elements(weight: Weight) -> int:
+        count = 1
+        for size in weight.shape:
+            count *= size
+        return count
+
+    # -- errors ----------------------------------------------------------------------------------------------------
+
+    def _asked(self, weight: Weight, role: str | None) -> str:
+        return f"{self.steering.pattern(weight.name)!r} asks for {role!r} of {weight.name!r}"
+
+    def _check_asked(self, weight: Weight, role: str | None, reason: str) -> None:
+        if role is not None:
+            raise PartitionError(f"{self._asked(weight, role)}, but {reason}; ask for 'whole'")
+
+    def _indivisible(self, weight: Weight, role: str, what: str, size: int) -> PartitionError:
+        fitting = [k for k in range(2, min(size, 64) + 1) if size % k == 0]
+        instead = f"or tensor_parallel_size {' or '.join(map(str, fitting[:4]))}" if fitting else ""
+        return PartitionError(
+            f"{self._asked(weight, role)}, but its {what} do not divide by {self.n}; use a multiple of {self.n}, "
+            f"{instead or 'another tensor_parallel_size'}, or ask for 'whole'"
+        )

@@ -1,0 +1,144 @@
+"""Rules of products of values, attention among them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+from lightning_mgpu.partition.graph import Ref
+from lightning_mgpu.partition.tensor.call import Call, Rewrite
+from lightning_mgpu.partition.tensor.layout import Layout
+from lightning_mgpu.partition.tensor.sharded import NeedsCutsError, NoRuleError, Sharded
+
+__all__ = ["RULES", "joint_cuts", "matmul"]
+
+
+def matmul(call: Call) -> Rewrite:
+    """Multiplies matrices that are split along a batch dimension, rows, columns, or what is summed over."""
+    a, b = call.argument(0, "input"), call.argument(1, "other", call.kwargs.get("mat2"))
+    return _product(call, a, b)
+
+
+def _product(call: Call, a: Ref, b: Ref) -> Rewrite:
+    rank_a, rank_b = len(call.shape(a)), len(call.shape(b))
+    if min(rank_a, rank_b) < 2:
+        raise NoRuleError("multiplies a vector")
+    # each dimension by its place in the product, counted from the last; what is summed over is called 0
+    places_a = {d: (d - rank_a if d < rank_a - 1 else 0) for d in range(rank_a)}
+    places_b = {d: (d - rank_b if d != rank_b - 2 else 0) for d in range(rank_b)}
+    return _joined(call, {a.register: places_a, b.register: places_b}, max(rank_a, rank_b), same=a == b)
+
+
+def _joined(call: Call, places: dict[int, dict[int, int]], rank: int, *, same: bool = False) -> Rewrite:
+    """Splits a product at one place of its operands: whole operands that have the place are sliced."""
+    split = {r: s for r in places if (s := call.state(r)) is not None}
+    if same:
+        raise NoRuleError("multiplies a split value with itself")
+    where = {(places[r][s.dim], s.segments) for r, s in split.items()}
+    if len({p for p, _ in where}) > 1:
+        raise NoRuleError("multiplies values that are split along different dimensions")
+    sources: frozenset[str] = frozenset().union(*(s.sources for s in split.values()))
+    (place, segments), *others = where
+    if others:
+        raise joint_cuts(list(split.values()))
+    width = sum(segments)
+    rewrite = Rewrite(())
+    for register, dims in places.items():
+        if register in split:
+            continue
+        for dim, other in dims.items():
+            if other == place and call.shape(register)[dim] == width:
+                rewrite.sliced[register] = Layout(dim, segments)
+    if place == 0:
+        rewrite.outputs, rewrite.reduce = call.all_outputs(None), True
+    else:
+        rewrite.outputs = call.all_outputs(Sharded(rank + place, segments, sources, spans=False))
+    return rewrite
+
+
+def joint_cuts(states: list[Sharded]) -> Exception:
+    """Returns the error that asks for segments which suit values that meet."""
+    width = states[0].width
+    if all(s.spans and s.width == width for s in states):
+        places = sorted({bound for s in states for bound in s.bounds()})
+        sources: frozenset[str] = frozenset().union(*(s.sources for s in states))
+        return NeedsCutsError(sources, (Fraction(place, width) for place in places))
+    return NoRuleError("combines values that are split differently")
+
+
+def _baddbmm(call: Call) -> Rewrite:
+    added, a, b = call.argument(0, "input"), call.argument(1, "batch1"), call.argument(2, "batch2")
+    rewrite = _product(call, a, b)
+    state = rewrite.outputs[0]
+    if state is None or call.state(added) is not None or added in (a, b):
+        raise NoRuleError("adds to a product that is split over the ranks")
+    dim = state.dim - 3 + len(call.shape(added))
+    if dim >= 0 and call.shape(added)[dim] == state.width:
+        rewrite.sliced[added.register] = Layout(dim, state.segments)
+    return rewrite
+
+
+def _attention(call: Call) -> Rewrite:
+    """Attends with a rank's own heads; of whole keys, values and masks it takes the part that belongs to them."""
+    query, key, value = (call.argument(i, name) for i, name in enumerate(("query", "key", "value")))
+    mask = call.argument(3, "attn_mask")
+    grouped = bool(call.argument(7, "enable_gqa", default=False))
+    roles = [query, key, value]
+    split = [s for operand in roles if (s := call.state(operand)) is not None]
+    rank = len(call.shape(query))
+    if not split or any(s.dim != split[0].dim or s.dim >= rank - 2 or len(s.segments) > 1 for s in split):
+        raise NoRuleError("attends to values that are split along what it attends over")
+    if len({len(call.shape(operand)) for operand in roles}) > 1:
+        raise NoRuleError("attends to values of different dimensions")
+    dim = split[0].dim
+    sources: frozenset[str] = frozenset().union(*(s.sources for s in split))
+    rewrite = Rewrite(())
+    for operand in roles:
+        width = call.shape(operand)[dim]
+        if call.state(operand) is None and width > 1:
+            if width % call.n or (width != split[0].width and not grouped):
+                raise NoRuleError(f"its {width} heads of keys and values do not divide by {call.n}")
+            rewrite.sliced[operand.register] = Layout(dim, (width,))
+    heads = Layout(dim, (call.shape(query)[dim],))
+    if isinstance(mask, Ref):
+        if call.state(mask) is not None:
+            raise NoRuleError("has a mask that is split over the ranks")
+        at = dim - rank + len(call.shape(mask))
+        if at >= 0 and call.shape(mask)[at] == heads.width:
+            rewrite.sliced[mask.register] = Layout(at, heads.segments)
+    rewrite.outputs = call.all_outputs(Sharded(dim, heads.segments, sources, spans=False))
+    return rewrite
+
+
+def _einsum(call: Call) -> Rewrite:
+    """Splits a sum over indices along one of them."""
+    equation, operands = call.args[0], _listed(call.args[1:])
+    if not isinstance(equation, str) or "." in equation or not all(isinstance(o, Ref) for o in operands):
+        raise NoRuleError("sums over indices that are not named by letters")
+    given, arrow, wanted = equation.replace(" ", "").partition("->")
+    terms = given.split(",")
+    if not arrow or any(len(set(term)) != len(term) for term in (*terms, wanted)) or len(set(operands)) != len(operands):
+        raise NoRuleError("sums over indices without naming the result's, or takes a diagonal")
+    places = {o.register: {d: _place(letter, wanted) for d, letter in enumerate(term)} for o, term in zip(operands, terms, strict=True)}
+    split = [(terms[i][s.dim]) for i, o in enumerate(operands) if (s := call.state(o)) is not None]
+    if len(set(split)) > 1:
+        raise NoRuleError("multiplies values that are split along different indices")
+    for o, term in zip(operands, terms, strict=True):  # two summed letters are two places
+        places[o.register] = {d: p for d, p in places[o.register].items() if p != 0 or term[d] == split[0]}
+    return _joined(call, places, len(wanted))
+
+
+def _place(letter: str, wanted: str) -> int:
+    return wanted.index(letter) - len(wanted) if letter in wanted else 0
+
+
+def _listed(given: tuple[Any, ...]) -> list[Any]:
+    return list(given[0]) if len(given) == 1 and isinstance(given[0], (list, tuple)) else list(given)
+
+
+RULES = {
+    "bmm": matmul,
+    "baddbmm": _baddbmm,
+    "scaled_dot_product_attention": _attention,
+    "einsum": _einsum,
+}

@@ -1,0 +1,120 @@
+"""Walks a recorded forward in order, from what is split to what that makes of every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from lightning_mgpu.partition.graph import Graph
+from lightning_mgpu.partition.names import Names
+from lightning_mgpu.partition.tensor.call import Call, Decisions, Rewrite
+from lightning_mgpu.partition.tensor.rules import DECIDING, RULES
+from lightning_mgpu.partition.tensor.sharded import NeedsCutsError, NoRuleError, Sharded
+
+__all__ = ["Walk", "WalkedCall", "live_calls"]
+
+
+@dataclass
+class WalkedCall:
+    """Is one call with what becomes of it.
+
+    Attributes:
+        call: the call.
+        rewrite: what becomes of it on parts; ``None`` where it stays as it is, on whole values.
+        gathered: split values that it gets put together.
+    """
+
+    call: Call
+    rewrite: Rewrite | None
+    gathered: dict[int, Sharded] = field(default_factory=dict)
+
+
+def live_calls(graph: Graph) -> list[int]:
+    """Lists the calls that a result or an effect of the forward needs."""
+    return graph.live_nodes([*graph.output_registers, *graph.buffer_writes.values()])
+
+
+class Walk:
+    """Goes through the calls that are needed.
+
+    Args:
+        graph: the recording.
+        names: names below the root.
+        decisions: says how weights are split.
+        given: states of inputs, parameters and buffers, by register.
+        resolve: is asked where a call can't be carried out on parts. Raises, or returns which values to put together.
+
+    Attributes:
+        states: state of every value that is split, as it was made.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        names: Names,
+        decisions: Decisions,
+        given: Mapping[int, Sharded],
+        resolve: Callable[[Call, NoRuleError | NeedsCutsError], dict[int, Sharded]],
+    ) -> None:
+        self.graph = graph
+        self.names = names
+        self.decisions = decisions
+        self.resolve = resolve
+        self.states = dict(given)
+        self._registers = {source.name: r for r, source in graph.sources.items() if source.is_weight}
+        self._known = set(graph.sources)
+
+    def __iter__(self) -> Iterator[WalkedCall]:
+        for index in live_calls(self.graph):
+            walked = self._walk(index)
+            yield walked
+            call = walked.call
+            states = call.all_outputs(None) if walked.rewrite is None else walked.rewrite.outputs
+            for register, state in zip(call.node.outputs, states, strict=True):
+                if register is not None:
+                    self._known.add(register)
+                    self.states.pop(register, None)
+                    if state is not None:
+                        self.states[register] = state
+
+    def _walk(self, index: int) -> WalkedCall:
+        gathered: dict[int, Sharded] = {}
+        while True:
+            states = {r: s for r, s in self.states.items() if r not in gathered}
+            call = Call(self.graph, index, self.names, self._registers, states, self.decisions)
+            try:
+                return WalkedCall(call, self._rewrite(call, freed=bool(gathered)), gathered)
+            except (NoRuleError, NeedsCutsError) as error:
+                more = self.resolve(call, error)
+                assert more.keys() - gathered.keys(), "what is put together is more at every attempt"
+                gathered.update(more)
+
+    def _rewrite(self, call: Call, *, freed: bool) -> Rewrite | None:
+        split = [r for r in call.refs() if call.state(r) is not None]
+        if not split and call.name not in DECIDING:
+            return None
+        rule = RULES.get(call.name)
+        if rule is None:
+            raise NoRuleError("has no rule for values that are split over the ranks")
+        rewrite = rule(call)
+        if rewrite is None:
+            if split:
+                raise NoRuleError("needs a value whole that is split over the ranks")
+            return None
+        if call.node.random and rewrite.enter and call.function is None:
+            raise NoRuleError("draws random numbers inside a layer")
+        self._check_memory(call, rewrite, freed=freed)
+        return rewrite
+
+    def _check_memory(self, call: Call, rewrite: Rewrite, *, freed: bool) -> None:
+        """Raises where a call on parts would change a whole value, or return an operand in another state."""
+        for register in call.node.mutates:
+            source = self.graph.sources.get(register)
+            dealt = source is not None and source.name in rewrite.layouts
+            if call.state(register) is None and not dealt:
+                raise NoRuleError("changes a whole value in place by one that is split over the ranks")
+        for register, state in zip(call.node.outputs, rewrite.outputs, strict=True):
+            if register in self._known and not freed and self.states.get(register) != state and not call.node.mutates:
+                raise NoRuleError("returns an operand that is split otherwise")
+            if register in call.node.mutates and call.state(register) != state:
+                raise NoRuleError("changes a value in place that is split otherwise")
