@@ -434,7 +434,11 @@ class RecordingRun(TorchFunctionMode):
         if hooks and not is_leaf_type(module):
             self.promoted.setdefault(path, "has backward hooks, which take it as one piece")
         leaf = is_leaf_type(module) and module is not self.module and self._has_own_weights(module)
-        inside = None if path in self.promoted or hooks or module._forward_hooks or module._forward_pre_hooks else self.opened(module)
+        inside = (
+            None
+            if path in self.promoted or hooks or module._forward_hooks or module._forward_pre_hooks
+            else self.opened(module)
+        )
         if path in self.promoted or (leaf and inside is None):
             return self._leaf(module, plain, path, args, kwargs)
         self.scopes.append(path)

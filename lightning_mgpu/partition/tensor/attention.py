@@ -37,7 +37,7 @@ def project(value: Tensor, weight: Tensor, bias: Tensor | None, part: int, num_p
     return F.linear(value, weight.chunk(num_parts)[part], own_bias)
 
 
-def _attend(
+def _attend(  # noqa: PLR0913, PLR0917 - torch's own signature
     m: Any,
     query: Tensor,
     key: Tensor,

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
 
 from lightning_mgpu import tree
 from lightning_mgpu.errors import PartitionError
@@ -20,6 +26,8 @@ from lightning_mgpu.partition.tensor.local import local_leaf
 from lightning_mgpu.partition.tensor.plan import TensorPlan
 
 __all__ = ["check_shapes"]
+
+_FAKE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
 
 class _Alone:
@@ -89,6 +97,8 @@ class _Check:
         try:
             with torch.no_grad(), node.ambient.applied(), torch.no_grad(), by_any_momentum(target), torch.random.fork_rng([]):
                 result = target(*args, **kwargs)
+        except _FAKE_ERRORS:
+            return  # its shape follows from numbers: what it makes is taken to be as expected
         except Exception as error:
             raise PartitionError(f"{node} can't be called on a rank's parts: {type(error).__name__}: {error}") from error
         for register, leaf in zip(node.outputs, tree.flatten(result)[0], strict=True):
@@ -97,8 +107,8 @@ class _Check:
             value = self.graph.values[register]
             if tuple(leaf.shape) != value.shape or leaf.dtype != value.dtype:
                 raise PartitionError(
-                    f"{node} makes {tuple(leaf.shape)} and {leaf.dtype} of a rank's parts where {value.shape} and {value.dtype} "
-                    "is expected; ask for 'whole' of the layers before it"
+                    f"{node} makes {tuple(leaf.shape)} and {leaf.dtype} of a rank's parts where {value.shape} and "
+                    f"{value.dtype} is expected; ask for 'whole' of the layers before it"
                 )
             self.made[register] = leaf
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable
 
 from lightning_mgpu.errors import PartitionError
@@ -81,7 +83,7 @@ class Choosing:
         return name in self.gathered
 
     def follows(self, name: str, layout: Layout) -> bool:  # noqa: ARG002 - the plan asks for the layout, too
-        return True
+        return name not in self.refused
 
     def _column(self, weight: Weight, role: str | None) -> Layout | None:
         segments, width = self._segments(weight), weight.shape[weight.out_dim]
@@ -97,30 +99,42 @@ class Choosing:
         width = weight.shape[weight.out_dim]
         parts = {i * width // weight.num_parts for i in range(weight.num_parts)}
         bounds = sorted({0, width} | parts | self._cuts.get(weight.name, set()))
-        return tuple(b - a for a, b in zip(bounds, bounds[1:], strict=False))
+        return tuple(b - a for a, b in itertools.pairwise(bounds))
 
     def _whole(self, weight: Weight, reason: str) -> None:
         self._notes[weight.name] = reason
 
     # -- what attempts say -----------------------------------------------------------------------------------------
 
-    def cut(self, needs: NeedsCutsError) -> bool:
-        """Cuts weights into segments, and says whether any of them were not cut there before."""
+    def cut(self, needs: NeedsCutsError) -> str:
+        """Cuts weights into segments.
+
+        Args:
+            needs: asks for it.
+
+        Returns:
+            Why it can't be done; an empty string where weights have more segments now.
+        """
+        reason = "takes apart values that are split otherwise"
         fresh = False
         for name in needs.sources & self.weights.keys():
             weight = self.weights[name]
-            places = {place * weight.shape[weight.out_dim] for place in needs.places}
-            if all(place.denominator == 1 for place in places):
-                known = self._cuts.setdefault(name, set())
-                fresh |= not {int(place) for place in places} <= known
-                known.update(int(place) for place in places)
-        return fresh
+            width = weight.shape[weight.out_dim]
+            known = self._cuts.get(name, set())
+            wanted = known | {int(place * width) for place in needs.places}
+            bounds = sorted(wanted | {0, width})
+            odd = next((b - a for a, b in itertools.pairwise(bounds) if (b - a) % self.n), None)
+            if odd is not None or any((place * width).denominator != 1 for place in needs.places):
+                reason = f"takes apart {width} features into segments of {odd}, which do not divide by {self.n}"
+            elif wanted != known:
+                self._cuts[name], fresh = wanted, True
+        return "" if fresh else reason
 
     def blame(self, sources: Iterable[str], reason: str) -> None:
         """Takes back that layers are split, or puts their results together at once where they are large or were asked for."""
         for name in sources:
             weight = self.weights.get(name)
-            large = weight is not None and self._num_elements(weight) >= self.gather_min
+            large = weight is not None and math.prod(weight.shape) >= self.gather_min
             if large or self.steering.role(name) in ("column", "vocabulary"):
                 self.gathered[name] = reason
             else:
@@ -133,16 +147,16 @@ class Choosing:
                 self.refused_inputs[int(name.removeprefix("input "))] = reason
                 continue
             role = self.steering.role(name)
-            if role not in (None, "whole"):
+            if name in self.weights and role not in (None, "whole"):
                 raise PartitionError(f"{self._asked(self.weights[name], role)}, but {reason}; ask for 'whole'")
             self.refused[name] = reason
 
     def end(self, unpaired: Iterable[str]) -> bool:
-        """Takes back that layers are split whose parts are only put together in the end, unless that was asked for or saves much."""
+        """Takes back that layers are split whose parts only the result needs, unless they are large or were asked for."""
         kept = True
         for name in unpaired:
             weight = self.weights.get(name)
-            large = weight is not None and self._num_elements(weight) >= self.gather_min
+            large = weight is not None and math.prod(weight.shape) >= self.gather_min
             if not large and self.steering.role(name) is None:
                 self.refuse([name], f"its result is the forward's, and it has fewer than {self.gather_min:,} elements")
                 kept = False
@@ -151,13 +165,6 @@ class Choosing:
     def reason(self, name: str) -> str:
         """Returns why a weight stays whole; an empty string where nothing was said."""
         return self.refused.get(name) or self._notes.get(name, "")
-
-    @staticmethod
-    def _num_elements(weight: Weight) -> int:
-        count = 1
-        for size in weight.shape:
-            count *= size
-        return count
 
     # -- errors ----------------------------------------------------------------------------------------------------
 

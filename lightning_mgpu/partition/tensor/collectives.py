@@ -21,6 +21,8 @@ from lightning_mgpu.partition.tensor.layout import Layout, shard, unshard
 
 __all__ = ["Collective", "Copy", "Forked", "Gather", "Group", "Reduce", "Slice", "VocabularyEmbedding", "add_bias", "joined"]
 
+_NOTHING = Layout(0, ())
+
 
 class Group(Protocol):
     """Is the ranks that share every layer; what a runtime hands in."""
@@ -87,7 +89,7 @@ class Reduce(Collective):
 class Slice(Collective):
     """Takes a rank's part of a whole value."""
 
-    layout: Layout = Layout(0, ())
+    layout: Layout = _NOTHING
 
     def __call__(self, value: Tensor) -> Tensor:
         return _Slice.apply(value, self.own_group, self.layout)  # type: ignore[no-any-return, no-untyped-call]
@@ -97,7 +99,7 @@ class Slice(Collective):
 class Gather(Collective):
     """Puts the parts of all ranks together."""
 
-    layout: Layout = Layout(0, ())
+    layout: Layout = _NOTHING
 
     def __call__(self, value: Tensor) -> Tensor:
         return _Gather.apply(value, self.own_group, self.layout)  # type: ignore[no-any-return, no-untyped-call]

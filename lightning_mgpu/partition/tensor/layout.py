@@ -114,4 +114,6 @@ def unshard(shards: Sequence[Tensor], layout: Layout | None) -> Tensor:
 
 def _check_width(shape: Sequence[int], layout: Layout) -> None:
     if layout.dim >= len(shape) or shape[layout.dim] != layout.width:
-        raise ValueError(f"a tensor of shape {tuple(shape)} has no dimension {layout.dim} of {layout.width} elements to deal out")
+        raise ValueError(
+            f"a tensor of shape {tuple(shape)} has no dimension {layout.dim} of {layout.width} elements to deal out"
+        )

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import activation, pooling
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_mgpu.partition.graph import Ref
 
@@ -38,7 +39,7 @@ class AsFunction:
     args: tuple[Any, ...]
 
 
-def _linear(m: Any, x: Any, own: Refs) -> AsFunction:
+def _linear(_m: Any, x: Any, own: Refs) -> AsFunction:
     return AsFunction("linear", F.linear, (x, own["weight"], own.get("bias")))
 
 
@@ -67,19 +68,25 @@ def _group_norm(m: Any, x: Any, own: Refs) -> AsFunction:
     return AsFunction("group_norm", F.group_norm, (x, m.num_groups, own.get("weight"), own.get("bias"), m.eps))
 
 
-def _prelu(m: Any, x: Any, own: Refs) -> AsFunction:
+def _instance_norm(m: Any, x: Any, own: Refs) -> AsFunction:
+    tensors = (own.get(name) for name in ("running_mean", "running_var", "weight", "bias"))
+    momentum = 0.0 if m.momentum is None else m.momentum
+    return AsFunction("instance_norm", F.instance_norm, (x, *tensors, m.training or not m.track_running_stats, momentum, m.eps))
+
+
+def _prelu(_m: Any, x: Any, own: Refs) -> AsFunction:
     return AsFunction("prelu", F.prelu, (x, own["weight"]))
 
 
-def _softmax(m: Any, x: Any, own: Refs) -> AsFunction:
+def _softmax(m: Any, x: Any, _own: Refs) -> AsFunction:
     return AsFunction("softmax", F.softmax, (x, m.dim)) if m.dim is not None else AsFunction("softmax of no dim", None, (x,))
 
 
-def _elementwise(m: Any, x: Any, own: Refs) -> AsFunction:
+def _elementwise(_m: Any, x: Any, _own: Refs) -> AsFunction:
     return AsFunction("relu", None, (x,))
 
 
-def _dropout(m: Any, x: Any, own: Refs) -> AsFunction:
+def _dropout(m: Any, x: Any, _own: Refs) -> AsFunction:
     function = {
         nn.Dropout: F.dropout, nn.Dropout1d: F.dropout1d, nn.Dropout2d: F.dropout2d, nn.Dropout3d: F.dropout3d,
         nn.AlphaDropout: F.alpha_dropout, nn.FeatureAlphaDropout: F.feature_alpha_dropout,
@@ -87,11 +94,11 @@ def _dropout(m: Any, x: Any, own: Refs) -> AsFunction:
     return AsFunction(function.__name__, function, (x, m.p, m.training, m.inplace))
 
 
-def _flatten(m: Any, x: Any, own: Refs) -> AsFunction:
+def _flatten(_m: Any, x: Any, _own: Refs) -> AsFunction:
     return AsFunction("flatten", torch.flatten, (x,))
 
 
-def _spatial(m: Any, x: Any, own: Refs) -> AsFunction:
+def _spatial(m: Any, x: Any, _own: Refs) -> AsFunction:
     name = type(m).__name__
     return AsFunction("upsample" if "Upsampl" in name else f"pool{name[-2]}d", None, (x,))
 
@@ -119,9 +126,7 @@ _LEAVES: dict[type[nn.Module], Callable[[Any, Any, Refs], AsFunction]] = {
     activation.PReLU: _prelu,
     **dict.fromkeys((nn.Softmax, nn.LogSoftmax, nn.Softmin), _softmax),
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
-    **dict.fromkeys(
-        (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout), _dropout
-    ),
+    **dict.fromkeys((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout), _dropout),
     **dict.fromkeys((nn.Flatten, nn.Unflatten), _flatten),
     **dict.fromkeys((*_POOLS, nn.Upsample, nn.UpsamplingNearest2d, nn.UpsamplingBilinear2d), _spatial),
 }
@@ -142,8 +147,10 @@ def as_function(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001 - no public call lists them
         return AsFunction("layer with hooks", None, args)
     given = (*args, *kwargs.values())
-    if isinstance(module, _NormBase) and len(given) == 1:
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and len(given) == 1:
         return AsFunction("channel_norm", None, given)
+    if isinstance(module, _InstanceNorm) and len(given) == 1:
+        return _instance_norm(module, given[0], own)
     known = _LEAVES.get(type(module))
     if known is None or len(given) != 1:
         return AsFunction(type(module).__name__, None, args)

@@ -14,7 +14,7 @@ import torch
 
 from lightning_mgpu import tree
 from lightning_mgpu.errors import PartitionError
-from lightning_mgpu.partition.graph import Graph, Node, Ref, Value
+from lightning_mgpu.partition.graph import Node, Ref, Value
 from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.recording import Recording
 from lightning_mgpu.partition.tensor.call import Call, Rewrite, Weight
@@ -150,7 +150,9 @@ class _Lowering:
     @staticmethod
     def _as_function(call: Call, node: Node) -> Node:
         if call.function is None:
-            raise PartitionError(f"{call.node} has weights that the tensor-parallel plan splits, and can't be called with others")
+            raise PartitionError(
+                f"{call.node} has weights that the tensor-parallel plan splits, and can't be called with others"
+            )
         path = node.target if isinstance(node.target, str) else node.path
         return replace(node, target=call.function, args=call.args, kwargs=call.kwargs, path=path)
 
@@ -178,7 +180,9 @@ class _Lowering:
 
     def _needs_function(self, call: Call, rewrite: Rewrite, fill: dict[int, int]) -> bool:
         """Says whether a layer can't stay the call of a module: it is called otherwise, or with other weights."""
-        return rewrite.args is not None or any(fill.get(ref.register, ref.register) != ref.register for ref in call.own.values())
+        return rewrite.args is not None or any(
+            fill.get(ref.register, ref.register) != ref.register for ref in call.own.values()
+        )
 
     def _operands(self, walked: WalkedCall, rewrite: Rewrite) -> dict[int, int]:
         """Makes what a call uses in the place of each register, and returns it."""
@@ -226,7 +230,9 @@ class _Lowering:
         if state is None:
             return self._current(register)
         if not state.layout.is_even(self.plan.n):
-            raise PartitionError(f"the forward returns a value of {state.width} elements that {self.plan.n} ranks hold unequally")
+            raise PartitionError(
+                f"the forward returns a value of {state.width} elements that {self.plan.n} ranks hold unequally"
+            )
         return self._made(Gather(None, state.layout), register, self.makers[self._current(register)])
 
     # -- registers -------------------------------------------------------------------------------------------------
@@ -308,4 +314,3 @@ class _Lowering:
         stands_for = {made: original for original, made in self.where.items()}
         register = stands_for.get(register, register)
         return self.graph.values[register].storage if register < len(self.graph.values) else self.values[register].storage
-

@@ -182,7 +182,7 @@ class _Attempt:
             if position not in choosing.refused_inputs
         }
         self.walk = Walk(graph, names, choosing, {wide[p]: s for p, s in self.given.items()}, self._fail)
-        self.demands: dict[str, dict[Layout | None, list[tuple[str, frozenset[str]]]]] = {}
+        self.demands: dict[str, dict[Layout | None, list[str]]] = {}
         self.roles: dict[str, str] = {}
         self.node_roles: dict[int, str] = {}
         self.paired: set[str] = set()
@@ -197,10 +197,10 @@ class _Attempt:
         return self._end() and self._agree()
 
     def _fail(self, call: Call, error: NoRuleError | NeedsCutsError) -> dict[int, Sharded]:
-        if isinstance(error, NeedsCutsError) and self.choosing.cut(error):
+        reason = self.choosing.cut(error) if isinstance(error, NeedsCutsError) else str(error)
+        if not reason:
             raise _Restart
         sources = {source for r in call.refs() if (s := call.state(r)) is not None for source in s.sources}
-        reason = f"its {call.n} parts can't be made of whole segments" if isinstance(error, NeedsCutsError) else str(error)
         self.choosing.blame(sources, f"{call.node.name} {reason}")
         raise _Restart
 
@@ -210,12 +210,11 @@ class _Attempt:
         split = [s for r in call.refs() if (s := call.state(r)) is not None]
         sources = frozenset(source for s in split for source in s.sources)
         layouts = {} if rewrite is None else rewrite.layouts
-        decided = frozenset(layouts.keys() & self.choosing.weights.keys())
         for register in call.refs():
             source = self.graph.sources.get(register)
             if source is not None and source.is_weight:
-                entry = self.demands.setdefault(source.name, {}).setdefault(layouts.get(source.name), [])
-                entry.append((call.node.name, decided or sources))
+                ways = self.demands.setdefault(source.name, {})
+                ways.setdefault(layouts.get(source.name), []).append(call.node.name)
         if rewrite is not None:
             self.roles = {**dict.fromkeys(layouts, rewrite.role), **self.roles}
             self.node_roles[call.index] = rewrite.role
@@ -223,15 +222,13 @@ class _Attempt:
                 self.paired |= sources
 
     def _agree(self) -> bool:
-        """Refuses layers whose parameters are used in several ways."""
+        """Refuses layers whose parameters are used in several ways; what only goes along with a layer no longer does."""
         agreed = True
         for name, ways in self.demands.items():
-            split = [use for layout, uses in ways.items() if layout is not None for use in uses]
-            if len(ways) == 1 or not split:
+            if len(ways) == 1:
                 continue
-            users = sorted({user for uses in ways.values() for user, _ in uses})
-            for _, responsible in split:
-                self.choosing.refuse(responsible, f"{name!r} is used in {len(ways)} ways, by {' and '.join(users)}")
+            users = sorted({user for uses in ways.values() for user in uses})
+            self.choosing.refuse([name], f"it is used in {len(ways)} ways, by {' and '.join(users)}")
             agreed = False
         return agreed
 

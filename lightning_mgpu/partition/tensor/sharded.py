@@ -1,4 +1,4 @@
-"""The state of a value in a tensor-parallel forward: whole on every rank (written as ``None``), or dealt out along a dimension."""
+"""The state of a value in a tensor-parallel forward: whole on every rank (``None``), or dealt out along a dimension."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lightning_mgpu import tree
 from lightning_mgpu.partition.graph import Ref
 from lightning_mgpu.partition.names import Names
-from lightning_mgpu.partition.program import compile_nodes
+from lightning_mgpu.partition.plan import ModuleStore
+from lightning_mgpu.partition.program import Program, compile_nodes
 from lightning_mgpu.partition.record import Recorder
 from lightning_mgpu.partition.recording import Recording
 from lightning_mgpu.partition.tensor.attention import opened_attention
@@ -47,24 +48,32 @@ class Lowered:
 
     def record(self, *args: Any) -> Recording:
         args, kwargs = _taken_apart(args)
-        return self.recorder.record(self.module, args, kwargs)
+        self.recording = self.recorder.record(self.module, args, kwargs)
+        self.recorded_for = args, kwargs
+        return self.recording
 
-    def lowered(self, rank: int, *args: Any) -> Recording:
-        return lower(self.record(*args), self.names, self.plan, rank)
+    def lowered(self, *args: Any) -> list[Recording]:
+        """Lowers a call for every rank; where all layouts are even one will do."""
+        known = all(
+            a is b for a, b in zip(tree.flatten(self.recorded_for)[0], tree.flatten(_taken_apart(args))[0], strict=True)
+        )
+        recording = self.recording if known else self.record(*args)
+        layouts = (*self.plan.layouts.values(), *self.plan.inputs.values())
+        ranks = [0] if all(layout.is_even(self.n) for layout in layouts) else range(self.n)
+        found = [lower(recording, self.names, self.plan, rank) for rank in ranks]
+        return found * self.n if len(found) < self.n else found
 
     def run(self, *args: Any, loss: Callable[[Any], Tensor] = weighted_sum, seed: int = 3) -> list[Outcome]:
         """Runs forward and backward on all ranks."""
-        recording = self.record(*args)
         programs = []
-        for rank in range(self.n):
-            lowered = lower(recording, self.names, self.plan, rank)
+        for lowered in self.lowered(*args):
             graph = lowered.graph
             results = [*graph.output_registers, *graph.buffer_writes.values()]
-            nodes = graph.live_nodes(results)
-            made = compile_nodes(graph, nodes, results, store=LocalStore(self.names, self.plan, rank), buffer_writes=graph.buffer_writes)
-            programs.append((pickle.loads(pickle.dumps(made)) if _is_plain(graph) else made, graph))
+            store = ModuleStore(self.names)
+            made = compile_nodes(graph, graph.live_nodes(results), results, store=store, buffer_writes=graph.buffer_writes)
+            programs.append((made, graph))
         inputs = [leaf for leaf in tree.flatten(_taken_apart(args))[0] if isinstance(leaf, Tensor)]
-        layouts = {r: self.plan.inputs.get(i) for i, r in enumerate(dict.fromkeys(recording.graph.inputs))}
+        layouts = {r: self.plan.inputs.get(i) for i, r in enumerate(dict.fromkeys(self.recording.graph.inputs))}
 
         def on_rank(group: Member) -> Outcome:
             torch.manual_seed(seed)
@@ -74,7 +83,7 @@ class Lowered:
             for register, tensor in zip(graph.inputs, inputs, strict=True):
                 part = shard(tensor.detach(), layouts[register], group.rank, self.n)
                 own[register] = part.clone().requires_grad_(tensor.requires_grad)
-            environment = joined(program, group).run(dict(own), store)
+            environment = joined(_copied(program), group).run(dict(own), store)
             leaves = [environment[x.register] if isinstance(x, Ref) else x for x in graph.outputs]
             result = tree.unflatten(leaves, graph.spec)[0]
             number = loss(result)
@@ -88,7 +97,11 @@ class Lowered:
     # -- comparing -------------------------------------------------------------------------------------------------
 
     def compare(
-        self, *args: Any, loss: Callable[[Any], Tensor] = weighted_sum, tolerance: float = TOLERANCE, without: tuple[str, ...] = ()
+        self,
+        *args: Any,
+        loss: Callable[[Any], Tensor] = weighted_sum,
+        tolerance: float = TOLERANCE,
+        without: tuple[str, ...] = (),
     ) -> list[Outcome]:
         """Compares results, gradients and buffers of all ranks with the module's.
 
@@ -134,7 +147,9 @@ class Lowered:
             floor = 1e-3 * largest if not name.endswith(without or ("\0",)) else largest
             assert found.shape == tensor.grad.shape
             error = float((found - tensor.grad).abs().max())
-            assert error <= tolerance * (float(tensor.grad.abs().max()) + floor), f"{name}: {error} of {float(tensor.grad.abs().max())}"
+            assert error <= tolerance * (float(tensor.grad.abs().max()) + floor), (
+                f"{name}: {error} of {float(tensor.grad.abs().max())}"
+            )
 
 
 class Outcome:
@@ -153,12 +168,9 @@ def _taken_apart(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]
     return args, {}
 
 
-def _is_plain(graph: Any) -> bool:
-    try:
-        pickle.dumps([node.target for node in graph.nodes])
-    except Exception:
-        return False
-    return True
+def _copied(program: Program) -> Program:
+    """Copies a program as for another process, which has a group of its own."""
+    return replace(program, steps=[replace(step) for step in program.steps])
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:

@@ -84,7 +84,8 @@ def _spatial(num_dims: int | None) -> Rule:
 def _pad(call: Call) -> Rewrite:
     state = call.only()
     sizes = call.argument(1, "pad")
-    if state.dim >= len(call.shape(call.args[0])) - len(sizes) // 2:
+    last = len(call.shape(call.args[0])) - 1 - state.dim  # sizes begin with the last dimension
+    if any(sizes[2 * last : 2 * last + 2]):
         raise NoRuleError("pads a dimension that is split over the ranks")
     return Rewrite(call.all_outputs(state))
 
@@ -92,7 +93,7 @@ def _pad(call: Call) -> Rewrite:
 def _prelu(call: Call) -> Rewrite:
     value, weight = call.args
     state = call.state(value)
-    if state is None or call.state(weight) is not None and call.parameter(weight) is None:
+    if state is None or (call.state(weight) is not None and call.parameter(weight) is None):
         raise NoRuleError("has a split slope and a whole value")
     rewrite = Rewrite(call.all_outputs(state))
     if call.shape(weight) != (1,) and state.dim == 1:
@@ -107,19 +108,19 @@ def _prelu(call: Call) -> Rewrite:
 
 
 _ELEMENTWISE = (
-    "abs absolute acos acosh add addcdiv addcmul asin asinh atan atan2 atanh bernoulli bitwise_and bitwise_not bitwise_or "
-    "bitwise_xor cauchy ceil celu clamp clamp_max clamp_min clip copysign cos cosh deg2rad div divide dropout alpha_dropout "
-    "dropout1d dropout2d dropout3d feature_alpha_dropout elu eq erf erfc erfinv exp exp2 expm1 exponential float_power floor "
-    "floor_divide fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite "
-    "isinf isnan le leaky_relu lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logsigmoid logaddexp logical_and "
-    "logical_not logical_or logical_xor logit lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative "
-    "normal not_equal positive pow reciprocal relu relu6 remainder round rrelu rsqrt rsub selu sigmoid sign silu sin sinc sinh "
-    "softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc uniform where xlogy "
-    "zero fill copy"
+    "abs absolute acos acosh add addcdiv addcmul alpha_dropout asin asinh atan atan2 atanh bernoulli bitwise_and "
+    "bitwise_not bitwise_or bitwise_xor cauchy ceil celu clamp clamp_max clamp_min clip copy copysign cos cosh deg2rad div "
+    "divide dropout dropout1d dropout2d dropout3d elu eq erf erfc erfinv exp exp2 expm1 exponential feature_alpha_dropout "
+    "fill float_power floor floor_divide fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish "
+    "hardtanh heaviside hypot isfinite isinf isnan le leaky_relu lerp less less_equal lgamma log log10 log1p log2 "
+    "log_sigmoid logaddexp logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum "
+    "mish mul multiply nan_to_num ne neg negative normal not_equal positive pow reciprocal relu relu6 remainder round rrelu "
+    "rsqrt rsub selu sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh "
+    "tanhshrink threshold true_divide trunc uniform where xlogy zero"
 ).split()
 _DUNDER = (
-    "add sub mul truediv div floordiv mod pow radd rsub rmul rtruediv rdiv rfloordiv rpow rmod and or xor rand ror rxor eq ne lt "
-    "le gt ge neg pos abs invert iadd isub imul itruediv idiv iand ior ixor ipow"
+    "add sub mul truediv div floordiv mod pow radd rsub rmul rtruediv rdiv rfloordiv rpow rmod and or xor rand ror rxor eq ne "
+    "lt le gt ge neg pos abs invert iadd isub imul itruediv idiv iand ior ixor ipow"
 ).split()
 _LIKE_FIRST = (
     "to type type_as float double half bfloat16 int long bool short byte char cpu cuda contiguous clone detach detach_ "
@@ -131,7 +132,11 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys((f"__{name}__" for name in _DUNDER), _elementwise),
     **dict.fromkeys(_LIKE_FIRST, _like_first),
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"), _shapeless),
-    **{f"{kind}pool{k}d": _spatial(k) for kind in ("", "max_", "avg_", "lp_", "adaptive_max_", "adaptive_avg_") for k in (1, 2, 3)},
+    **{
+        f"{kind}pool{k}d": _spatial(k)
+        for kind in ("", "max_", "avg_", "lp_", "adaptive_max_", "adaptive_avg_")
+        for k in (1, 2, 3)
+    },
     **{f"{kind}pool{k}d_with_indices": _spatial(k) for kind in ("max_", "adaptive_max_") for k in (1, 2, 3)},
     **dict.fromkeys(("interpolate", "upsample"), _spatial(None)),
     "pad": _pad,

@@ -119,7 +119,10 @@ def _einsum(call: Call) -> Rewrite:
     terms = given.split(",")
     if not arrow or any(len(set(term)) != len(term) for term in (*terms, wanted)) or len(set(operands)) != len(operands):
         raise NoRuleError("sums over indices without naming the result's, or takes a diagonal")
-    places = {o.register: {d: _place(letter, wanted) for d, letter in enumerate(term)} for o, term in zip(operands, terms, strict=True)}
+    places = {
+        o.register: {d: _place(letter, wanted) for d, letter in enumerate(term)}
+        for o, term in zip(operands, terms, strict=True)
+    }
     split = [(terms[i][s.dim]) for i, o in enumerate(operands) if (s := call.state(o)) is not None]
     if len(set(split)) > 1:
         raise NoRuleError("multiplies values that are split along different indices")

@@ -134,11 +134,13 @@ def _batch_norm(call: Call) -> Rewrite:
     state = _of_channels(call, value)
     rewrite = Rewrite(call.all_outputs(state))
     _go_along(call, others, state, rewrite)
+    if call.name == "instance_norm":  # the layer would compare the number of channels with its own
+        rewrite.args, rewrite.kwargs = call.args, call.kwargs
     return rewrite
 
 
 def _channel_norm(call: Call) -> Rewrite:
-    """Is a layer of batch norm or instance norm, which stays the call of a module."""
+    """Is a layer of batch norm, which stays the call of a module."""
     value = call.args[0]
     own = next((s for ref in call.own.values() if (s := call.state(ref)) is not None), None)
     if call.state(value) is None and own is not None:
@@ -195,6 +197,6 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(("tril", "triu"), _lower_triangle),
     **dict.fromkeys(("layer_norm", "rms_norm"), _norm_of_rows),
     "group_norm": _group_norm,
-    "batch_norm": _batch_norm,
+    **dict.fromkeys(("batch_norm", "instance_norm"), _batch_norm),
     "channel_norm": _channel_norm,
 }

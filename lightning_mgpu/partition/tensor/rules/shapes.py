@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -124,7 +125,7 @@ def _transpose(call: Call, rank: int) -> list[int]:
     return _swapped(rank, call.argument(1, names[0]), call.argument(2, names[1]))
 
 
-def _permute(call: Call, rank: int) -> Sequence[int]:
+def _permute(call: Call, _rank: int) -> Sequence[int]:
     given = call.args[1:] or (call.kwargs["dims"],)
     return given[0] if len(given) == 1 and not isinstance(given[0], int) else given
 
@@ -165,7 +166,7 @@ def _split(call: Call) -> Rewrite:
     bounds = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     if any(bound not in state.bounds() for bound in bounds):
         raise state.needs(*bounds[:-1])
-    parts = tuple(state.part(a, b) for a, b in zip(bounds, bounds[1:], strict=False))
+    parts = tuple(state.part(a, b) for a, b in itertools.pairwise(bounds))
     local = [_local(shape, part, call.n)[state.dim] for shape, part in zip(call.outputs(), parts, strict=True) if shape]
     return Rewrite(parts, target=Tensor.split, args=(value, local, state.dim))
 
@@ -284,7 +285,9 @@ def _cat(call: Call) -> Rewrite:
         return Rewrite(call.all_outputs(replace(first, sources=sources)), sliced=sliced)
     widths = {part.register: call.shape(part)[dim] for part in whole}
     if any(width % call.n for width in widths.values()):
-        raise NoRuleError(f"joins a value of {next(w for w in widths.values() if w % call.n)} elements, which do not divide by {call.n}")
+        raise NoRuleError(
+            f"joins a value of {next(w for w in widths.values() if w % call.n)} elements, which do not divide by {call.n}"
+        )
     segments: tuple[int, ...] = ()
     for part in parts:
         state = call.state(part)
