@@ -32,7 +32,7 @@ def opened_attention(module: nn.Module) -> Callable[..., Any] | None:
 def project(value: Tensor, weight: Tensor, bias: Tensor | None, part: int, num_parts: int) -> Tensor:
     """Applies one of several linear layers whose weights lie in one, as those of query, key and value do."""
     if has_torch_function((value, weight)):
-        return handle_torch_function(project, (value, weight), value, weight, bias, part, num_parts)  # type: ignore[no-any-return]
+        return handle_torch_function(project, (value, weight), value, weight, bias, part, num_parts)
     own_bias = None if bias is None else bias.chunk(num_parts)[part]
     return F.linear(value, weight.chunk(num_parts)[part], own_bias)
 
@@ -82,8 +82,8 @@ def _projected(m: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
         return tuple(F.linear(x, weight, bias) for x, weight, bias in given)  # type: ignore[return-value]
     if query is key and key is value:
         return F.linear(query, m.in_proj_weight, m.in_proj_bias).chunk(3, dim=-1)  # type: ignore[return-value]
-    given = enumerate((query, key, value))
-    return tuple(project(x, m.in_proj_weight, m.in_proj_bias, i, 3) for i, x in given)  # type: ignore[return-value]
+    parts = enumerate((query, key, value))
+    return tuple(project(x, m.in_proj_weight, m.in_proj_bias, i, 3) for i, x in parts)  # type: ignore[return-value]
 
 
 def _mask(padding: Tensor | None, mask: Tensor | None, query: Tensor) -> Tensor | None:

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import (
 from lightning_mgpu import tree
 from lightning_mgpu.errors import PartitionError
 from lightning_mgpu.partition.batchnorm import by_any_momentum
-from lightning_mgpu.partition.graph import Node, Ref
+from lightning_mgpu.partition.graph import Graph, Node, Ref
 from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.recording import Recording
 from lightning_mgpu.partition.tensor.collectives import Collective
@@ -44,12 +43,11 @@ class _Alone:
         return [tensor] * self.size
 
 
-def check_shapes(lowered: Recording, recorded: Recording, names: Names, plan: TensorPlan, rank: int) -> None:
-    """Runs every call that the lowering has touched.
+def check_shapes(lowered: Recording, names: Names, plan: TensorPlan, rank: int) -> None:
+    """Runs every call on parts, calls that are alike only once.
 
     Args:
         lowered: the lowered recording.
-        recorded: the recording it was made of; its own tensors stand for what is whole.
         names: names below the root.
         plan: the plan.
         rank: the rank.
@@ -57,61 +55,74 @@ def check_shapes(lowered: Recording, recorded: Recording, names: Names, plan: Te
     Raises:
         PartitionError: where a call fails on parts, or makes another shape or dtype than the plan expects.
     """
-    check = _Check(lowered, recorded, names, plan, rank)
+    check = _Check(lowered.graph, names, _Alone(rank, plan.n))
     split = lowered.graph.sharded
     for node in lowered.graph.nodes:
         if isinstance(node.target, Collective) or not split.isdisjoint((*node.reads, *node.outputs)):
-            check.run(node)
+            check.check(node)
+
+
+Made = tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]
 
 
 class _Check:
-    def __init__(self, lowered: Recording, recorded: Recording, names: Names, plan: TensorPlan, rank: int) -> None:
-        self.graph = lowered.graph
-        self.recorded = recorded
+    def __init__(self, graph: Graph, names: Names, group: _Alone) -> None:
+        self.graph = graph
         self.names = names
-        self.group = _Alone(rank, plan.n)
-        self.modes = {id(t.fake_mode): t.fake_mode for t in recorded.tensors if isinstance(t, FakeTensor)}
-        self.mode = next(iter(self.modes.values()), None) or FakeTensorMode(allow_non_fake_inputs=True)
-        self.made: dict[int, Tensor] = {}
-        self.weights = {source.name: r for r, source in self.graph.sources.items() if source.is_weight}
+        self.group = group
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.known: dict[Any, Made | None] = {}
+        self.weights = {source.name: r for r, source in graph.sources.items() if source.is_weight}
 
-    def tensor(self, register: int) -> Tensor:
-        """Returns what a call made, or else a tensor of the shape that is expected."""
-        if register not in self.made:
-            known = self.recorded.tensors[register] if register < len(self.recorded.tensors) else None
-            value = self.graph.values[register]
-            if known is not None and tuple(known.shape) == value.shape and known.dtype == value.dtype:
-                return known
-            with self.mode:
-                self.made[register] = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        return self.made[register]
+    def check(self, node: Node) -> None:
+        expected: Made = tuple(None if r is None else self._described(r) for r in node.outputs)
+        leaves, spec = tree.flatten((node.args, node.kwargs))
+        key = repr((self._target_key(node), [self._described(x.register) if isinstance(x, Ref) else x for x in leaves], spec))
+        if key not in self.known:
+            self.known[key] = self._run(node)
+        made = self.known[key]
+        if made is None:
+            return
+        for found, right in zip(made, expected, strict=True):
+            if right is not None and found != right:
+                raise PartitionError(
+                    f"{node} makes {found} of a rank's parts where {right} is expected; ask for 'whole' of the layers before it"
+                )
 
-    def run(self, node: Node) -> None:
-        args, kwargs = self._filled((node.args, node.kwargs))
+    def _described(self, register: int) -> tuple[tuple[int, ...], torch.dtype]:
+        value = self.graph.values[register]
+        return value.shape, value.dtype
+
+    def _target_key(self, node: Node) -> Any:
+        if not isinstance(node.target, str):
+            return node.target, node.ambient
+        module = self.names.module_at[node.target]
+        own = [self._described(r) for name, r in self.weights.items() if name.startswith(f"{node.target}.")]
+        return repr(module), module.training, own, node.ambient
+
+    def _run(self, node: Node) -> Made | None:
+        """Returns the shapes and dtypes of what a call makes; nothing where they follow from numbers."""
+        leaves, spec = tree.flatten((node.args, node.kwargs))
+        args, kwargs = tree.unflatten([self._tensor(x.register) if isinstance(x, Ref) else x for x in leaves], spec)
         target: Any = node.target
         if isinstance(target, str):
             find = self.names.canonical
-            target = local_leaf(self.names.module_at[target], target, lambda name: self.tensor(self.weights[find[name]]))
+            target = local_leaf(self.names.module_at[target], target, lambda name: self._tensor(self.weights[find[name]]))
         elif isinstance(target, Collective):
             target = target.of(self.group)
         try:
-            with torch.no_grad(), node.ambient.applied(), torch.no_grad(), by_any_momentum(target), torch.random.fork_rng([]):
+            with node.ambient.applied(), torch.no_grad(), by_any_momentum(target), torch.random.fork_rng([]):
                 result = target(*args, **kwargs)
         except _FAKE_ERRORS:
-            return  # its shape follows from numbers: what it makes is taken to be as expected
+            return None
         except Exception as error:
             raise PartitionError(f"{node} can't be called on a rank's parts: {type(error).__name__}: {error}") from error
-        for register, leaf in zip(node.outputs, tree.flatten(result)[0], strict=True):
-            if register is None:
-                continue
-            value = self.graph.values[register]
-            if tuple(leaf.shape) != value.shape or leaf.dtype != value.dtype:
-                raise PartitionError(
-                    f"{node} makes {tuple(leaf.shape)} and {leaf.dtype} of a rank's parts where {value.shape} and "
-                    f"{value.dtype} is expected; ask for 'whole' of the layers before it"
-                )
-            self.made[register] = leaf
+        return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in tree.flatten(result)[0])
 
-    def _filled(self, part: Any) -> Any:
-        leaves, spec = tree.flatten(part)
-        return tree.unflatten([self.tensor(x.register) if isinstance(x, Ref) else x for x in leaves], spec)
+    def _tensor(self, register: int) -> Tensor:
+        value = self.graph.values[register]
+        constant = self.graph.constants.get(register)
+        if constant is not None:
+            return constant
+        with self.mode:
+            return torch.empty(value.shape, dtype=value.dtype, device=value.device)

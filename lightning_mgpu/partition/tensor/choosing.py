@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable
+from fractions import Fraction
 
 from lightning_mgpu.errors import PartitionError
 from lightning_mgpu.partition.tensor.call import Weight
@@ -38,17 +39,45 @@ class Choosing:
         self._cuts: dict[str, set[int]] = {}
         self._notes: dict[str, str] = {}
 
+    def size(self) -> int:
+        """Counts what was decided, which grows with every decision."""
+        cuts = sum(map(len, self._cuts.values()))
+        return 2 * len(self.refused) + len(self.gathered) + len(self.refused_inputs) + cuts
+
     # -- what rules ask --------------------------------------------------------------------------------------------
 
     def split(self, weight: Weight, given: Sharded | None) -> Layout | None:
         """Says how the weight of a contraction is split: as its input is, or else by its outputs where they divide."""
         self.weights.setdefault(weight.name, weight)
+        try:
+            return self._contracted(weight, given)
+        except _WholeError as error:
+            self._notes[weight.name] = str(error)
+            return None
+
+    def split_vocabulary(self, weight: Weight) -> Layout | None:
+        """Says how the weight of an embedding is split: by its rows, where it is large or a head shares it."""
+        self.weights.setdefault(weight.name, weight)
+        try:
+            return self._looked_up(weight)
+        except _WholeError as error:
+            self._notes[weight.name] = str(error)
+            return None
+
+    def gathers(self, name: str) -> bool:
+        return name in self.gathered
+
+    def follows(self, name: str, layout: Layout) -> bool:  # noqa: ARG002 - the plan asks for the layout, too
+        return name not in self.refused
+
+    # -- how a weight is split -------------------------------------------------------------------------------------
+
+    def _contracted(self, weight: Weight, given: Sharded | None) -> Layout:
         role = self.steering.role(weight.name)
         if weight.name in self.refused or role == "whole":
-            return self._whole(weight, "asked to be whole" if role == "whole" else self.refused[weight.name])
+            raise _WholeError("asked to be whole" if role == "whole" else self.refused[weight.name])
         if weight.refusal:
-            self._check_asked(weight, role, weight.refusal)
-            return self._whole(weight, weight.refusal)
+            raise self._refusal(weight, role)
         if given is not None:
             return Layout(weight.out_dim, self._segments(weight)) if role == "column" else Layout(weight.in_dim, given.segments)
         if role == "row":
@@ -58,34 +87,25 @@ class Choosing:
             return Layout(weight.in_dim, (width,))
         return self._column(weight, role)
 
-    def split_vocabulary(self, weight: Weight) -> Layout | None:
-        """Says how the weight of an embedding is split: by its rows, where it is large or a head shares it."""
-        self.weights.setdefault(weight.name, weight)
+    def _looked_up(self, weight: Weight) -> Layout:
         role, rows = self.steering.role(weight.name), weight.shape[0]
         if weight.name in self.refused or role == "whole":
-            return self._whole(weight, "asked to be whole" if role == "whole" else self.refused[weight.name])
+            raise _WholeError("asked to be whole" if role == "whole" else self.refused[weight.name])
         if weight.refusal:
-            self._check_asked(weight, role, weight.refusal)
-            return self._whole(weight, weight.refusal)
+            raise self._refusal(weight, role)
         if role == "row" and self.steering.names.is_shared(weight.name):
             return Layout(1, (weight.shape[1],))
         if role in ("column", "row") and not self.steering.names.is_shared(weight.name):
             raise PartitionError(f'{self._asked(weight, role)}, but it is an embedding; ask for "vocabulary" or "whole"')
         if role is None and weight.shape[0] * weight.shape[1] < self.gather_min:
-            return self._whole(weight, f"fewer than {self.gather_min:,} elements")
+            raise _WholeError(f"fewer than {self.gather_min:,} elements")
         if rows % self.n:
             if role is not None:
                 raise self._indivisible(weight, role, f"{rows} rows", rows)
-            return self._whole(weight, f"its {rows} rows do not divide by {self.n}")
+            raise _WholeError(f"its {rows} rows do not divide by {self.n}")
         return Layout(0, (rows,))
 
-    def gathers(self, name: str) -> bool:
-        return name in self.gathered
-
-    def follows(self, name: str, layout: Layout) -> bool:  # noqa: ARG002 - the plan asks for the layout, too
-        return name not in self.refused
-
-    def _column(self, weight: Weight, role: str | None) -> Layout | None:
+    def _column(self, weight: Weight, role: str | None) -> Layout:
         segments, width = self._segments(weight), weight.shape[weight.out_dim]
         if all(size % self.n == 0 for size in segments):
             return Layout(weight.out_dim, segments)
@@ -93,16 +113,14 @@ class Choosing:
         what = f"{width} outputs" if len(segments) == 1 else f"segments of {odd} outputs"
         if role is not None:
             raise self._indivisible(weight, role, what, odd)
-        return self._whole(weight, f"its {what} do not divide by {self.n}")
+        raise _WholeError(f"its {what} do not divide by {self.n}")
 
     def _segments(self, weight: Weight) -> tuple[int, ...]:
-        width = weight.shape[weight.out_dim]
-        parts = {i * width // weight.num_parts for i in range(weight.num_parts)}
-        bounds = sorted({0, width} | parts | self._cuts.get(weight.name, set()))
+        width, cuts = weight.shape[weight.out_dim], self._cuts.get(weight.name, set())
+        if weight.num_parts > 1 and not {i * width // weight.num_parts for i in range(weight.num_parts)} <= cuts:
+            raise NeedsCutsError({weight.name}, (Fraction(i, weight.num_parts) for i in range(weight.num_parts)))
+        bounds = sorted({0, width} | cuts)
         return tuple(b - a for a, b in itertools.pairwise(bounds))
-
-    def _whole(self, weight: Weight, reason: str) -> None:
-        self._notes[weight.name] = reason
 
     # -- what attempts say -----------------------------------------------------------------------------------------
 
@@ -135,7 +153,7 @@ class Choosing:
         for name in sources:
             weight = self.weights.get(name)
             large = weight is not None and math.prod(weight.shape) >= self.gather_min
-            if large or self.steering.role(name) in ("column", "vocabulary"):
+            if name not in self.gathered and (large or self.steering.role(name) in ("column", "vocabulary")):
                 self.gathered[name] = reason
             else:
                 self.refuse([name], reason)
@@ -171,9 +189,10 @@ class Choosing:
     def _asked(self, weight: Weight, role: str | None) -> str:
         return f"{self.steering.pattern(weight.name)!r} asks for {role!r} of {weight.name!r}"
 
-    def _check_asked(self, weight: Weight, role: str | None, reason: str) -> None:
-        if role is not None:
-            raise PartitionError(f"{self._asked(weight, role)}, but {reason}; ask for 'whole'")
+    def _refusal(self, weight: Weight, role: str | None) -> Exception:
+        if role is None:
+            return _WholeError(weight.refusal)
+        return PartitionError(f"{self._asked(weight, role)}, but {weight.refusal}; ask for 'whole'")
 
     def _indivisible(self, weight: Weight, role: str, what: str, size: int) -> PartitionError:
         fitting = [k for k in range(2, min(size, 64) + 1) if size % k == 0]
@@ -182,3 +201,7 @@ class Choosing:
             f"{self._asked(weight, role)}, but its {what} do not divide by {self.n}; use a multiple of {self.n}, "
             f"{instead or 'another tensor_parallel_size'}, or ask for 'whole'"
         )
+
+
+class _WholeError(Exception):
+    """Says why a weight is left whole."""

@@ -8,6 +8,7 @@ gradients of gradients are right as well.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, Self
@@ -41,14 +42,17 @@ class Group(Protocol):
 
 
 @dataclass(frozen=True)
-class Collective:
+class Collective(ABC):
     """Is the base class of the calls that need a group."""
 
     group: Group | None = None
 
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     @property
     def __name__(self) -> str:
-        return type(self).__name__
+        return type(self).__qualname__
 
     def of(self, group: Group) -> Self:
         """Returns the same call within a group."""
@@ -57,7 +61,7 @@ class Collective:
     @property
     def own_group(self) -> Group:
         if self.group is None:
-            raise RuntimeError(f"{type(self).__name__} has no group to talk to; put one in with joined(program, group)")
+            raise RuntimeError(f"{type(self).__qualname__} has no group to talk to; put one in with joined(program, group)")
         return self.group
 
 
@@ -163,7 +167,7 @@ class _Copy(torch.autograd.Function):
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _Reduce.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
 
 
@@ -174,7 +178,7 @@ class _Reduce(torch.autograd.Function):
         return group.all_reduce(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _Copy.apply(gradient, ctx.group), None  # type: ignore[no-untyped-call]
 
 
@@ -185,7 +189,7 @@ class _Slice(torch.autograd.Function):
         return shard(value, layout, group.rank, group.size)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _Gather.apply(gradient, ctx.group, ctx.layout), None, None  # type: ignore[no-untyped-call]
 
 
@@ -196,5 +200,5 @@ class _Gather(torch.autograd.Function):
         return unshard(group.all_gather(value.contiguous()), layout)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return _Slice.apply(gradient, ctx.group, ctx.layout), None, None  # type: ignore[no-untyped-call]

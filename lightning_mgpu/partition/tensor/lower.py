@@ -49,7 +49,7 @@ def lower(recording: Recording, names: Names, plan: TensorPlan, rank: int) -> Re
     """
     lowering = _Lowering(recording, names, plan, rank)
     lowered = lowering.run()
-    check_shapes(lowered, recording, names, plan, rank)
+    check_shapes(lowered, names, plan, rank)
     return lowered
 
 
@@ -115,7 +115,8 @@ class _Lowering:
     # -- the walk --------------------------------------------------------------------------------------------------
 
     def run(self) -> Recording:
-        for walked in self.walk:
+        while self.walk.position < len(self.walk.order):
+            walked = self.walk.step()
             if walked.rewrite is None:
                 self._keep(walked)
             else:
@@ -163,7 +164,8 @@ class _Lowering:
         if self._needs_function(call, rewrite, fill):
             node = self._as_function(call, node)
             if rewrite.args is not None:
-                node = replace(node, target=rewrite.target or call.function, args=rewrite.args, kwargs=rewrite.kwargs)
+                target = node.target if rewrite.target is None else rewrite.target
+                node = replace(node, target=target, args=rewrite.args, kwargs=rewrite.kwargs)
         if node.random and rewrite.enter:
             node = self._as_function(call, node) if node.is_module else node
             assert not isinstance(node.target, str)

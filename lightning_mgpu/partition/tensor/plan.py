@@ -8,18 +8,16 @@ away, so it ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from lightning_mgpu.errors import PartitionError
 from lightning_mgpu.partition.graph import Graph
 from lightning_mgpu.partition.names import Names
-from lightning_mgpu.partition.tensor.call import Call
 from lightning_mgpu.partition.tensor.choosing import Choosing
 from lightning_mgpu.partition.tensor.layout import Layout, local_shape
-from lightning_mgpu.partition.tensor.sharded import NeedsCutsError, NoRuleError, Sharded
+from lightning_mgpu.partition.tensor.search import Found, Search
 from lightning_mgpu.partition.tensor.steering import Steering
-from lightning_mgpu.partition.tensor.walk import Walk, WalkedCall
 from lightning_mgpu.remarks import remark
 
 __all__ = ["GATHER_MIN", "Layer", "TensorPlan", "plan", "remark_small_share"]
@@ -130,18 +128,16 @@ def plan(
     """
     choosing = Choosing(n, Steering(steering or {}, names), gather_min)
     wide = _wide_inputs(graph) if split_inputs else {}
-    while True:
-        attempt = _Attempt(graph, names, choosing, wide)
-        if attempt.succeeds():
-            break
-    if split_inputs and not attempt.given:
-        raise PartitionError(
-            "cannot split an input by features: "
-            + (next(iter(choosing.refused_inputs.values()), "it takes none with features along a last dimension"))
-            + '; leave out split_input="features"'
-        )
+    found = Search(graph, names, choosing, wide).run()
+    if split_inputs and not found.inputs:
+        reason = next(iter(choosing.refused_inputs.values()), "it takes none with features along a last dimension")
+        raise PartitionError(f'cannot split an input by features: {reason}; leave out split_input="features"')
     choosing.steering.check_matches(choosing.weights)
-    return attempt.plan(path)
+    shapes = {name: tuple(names.tensors[name].shape) for name in names.tensor_names(names.module_at[path])}
+    made = TensorPlan(
+        n, found.layouts, frozenset(choosing.gathered), found.inputs, shapes, states=found.states, roles=found.roles
+    )
+    return replace(made, layers=tuple(_layers(made, names, found, choosing)))
 
 
 def remark_small_share(made: TensorPlan) -> None:
@@ -158,130 +154,30 @@ def remark_small_share(made: TensorPlan) -> None:
 
 
 def _wide_inputs(graph: Graph) -> dict[int, int]:
-    """Returns the registers of arguments that have features along a last dimension, by their position."""
-    found = {}
-    for position, register in enumerate(dict.fromkeys(graph.inputs)):
-        value = graph.values[register]
-        if value.dtype.is_floating_point and len(value.shape) >= 2:
-            found[position] = register
-    return found
+    """Returns the registers of the arguments with the most features along a last dimension, by their position."""
+    registers = dict(enumerate(dict.fromkeys(graph.inputs)))
+    values = {position: graph.values[register] for position, register in registers.items()}
+    widths = {p: v.shape[-1] for p, v in values.items() if v.dtype.is_floating_point and len(v.shape) >= 2}
+    return {p: registers[p] for p, width in widths.items() if width == max(widths.values())}
 
 
-class _Attempt:
-    """Is one walk with the choices made so far."""
-
-    def __init__(self, graph: Graph, names: Names, choosing: Choosing, wide: Mapping[int, int]) -> None:
-        self.graph = graph
-        self.names = names
-        self.choosing = choosing
-        self.given = {
-            position: Sharded(
-                len(graph.values[r].shape) - 1, (graph.values[r].shape[-1],), frozenset({f"input {position}"}), spans=False
-            )
-            for position, r in wide.items()
-            if position not in choosing.refused_inputs
-        }
-        self.walk = Walk(graph, names, choosing, {wide[p]: s for p, s in self.given.items()}, self._fail)
-        self.demands: dict[str, dict[Layout | None, list[str]]] = {}
-        self.roles: dict[str, str] = {}
-        self.node_roles: dict[int, str] = {}
-        self.paired: set[str] = set()
-
-    def succeeds(self) -> bool:
-        """Walks, and says whether the choices hold; otherwise there are fewer of them now."""
-        try:
-            for walked in self.walk:
-                self._note(walked)
-        except _Restart:
-            return False
-        return self._end() and self._agree()
-
-    def _fail(self, call: Call, error: NoRuleError | NeedsCutsError) -> dict[int, Sharded]:
-        reason = self.choosing.cut(error) if isinstance(error, NeedsCutsError) else str(error)
-        if not reason:
-            raise _Restart
-        sources = {source for r in call.refs() if (s := call.state(r)) is not None for source in s.sources}
-        self.choosing.blame(sources, f"{call.node.name} {reason}")
-        raise _Restart
-
-    def _note(self, walked: WalkedCall) -> None:
-        """Takes down how a call uses each parameter and buffer."""
-        call, rewrite = walked.call, walked.rewrite
-        split = [s for r in call.refs() if (s := call.state(r)) is not None]
-        sources = frozenset(source for s in split for source in s.sources)
-        layouts = {} if rewrite is None else rewrite.layouts
-        for register in call.refs():
-            source = self.graph.sources.get(register)
-            if source is not None and source.is_weight:
-                ways = self.demands.setdefault(source.name, {})
-                ways.setdefault(layouts.get(source.name), []).append(call.node.name)
-        if rewrite is not None:
-            self.roles = {**dict.fromkeys(layouts, rewrite.role), **self.roles}
-            self.node_roles[call.index] = rewrite.role
-            if rewrite.reduce:
-                self.paired |= sources
-
-    def _agree(self) -> bool:
-        """Refuses layers whose parameters are used in several ways; what only goes along with a layer no longer does."""
-        agreed = True
-        for name, ways in self.demands.items():
-            if len(ways) == 1:
-                continue
-            users = sorted({user for uses in ways.values() for user in uses})
-            self.choosing.refuse([name], f"it is used in {len(ways)} ways, by {' and '.join(users)}")
-            agreed = False
-        return agreed
-
-    def _end(self) -> bool:
-        """Refuses small layers whose parts nothing but the result needs."""
-        ends = [*self.graph.output_registers, *self.graph.buffer_writes.values()]
-        sources = {source for r in ends if (s := self.walk.states.get(r)) is not None for source in s.sources}
-        return self.choosing.end(sources - self.paired)
-
-    def plan(self, path: str) -> TensorPlan:
-        """Returns what was found."""
-        layouts = {name: layout for name, ways in self.demands.items() for layout in ways if layout is not None}
-        below = self.names.tensor_names(self.names.module_at[path])
-        shapes = {name: tuple(self.names.tensors[name].shape) for name in below}
-        made = TensorPlan(
-            self.choosing.n,
-            layouts,
-            frozenset(self.choosing.gathered),
-            {position: state.layout for position, state in self.given.items()},
-            shapes,
-            states={register: state.layout for register, state in self.walk.states.items()},
-            roles=self.node_roles,
-        )
-        return replace(made, layers=tuple(self._layers(made)))
-
-    def _layers(self, made: TensorPlan) -> list[Layer]:
-        owners: dict[str, list[str]] = {}
-        for name in made.shapes:
-            if self.names.kinds[name] == "parameter":
-                owners.setdefault(name.rpartition(".")[0], []).append(name)
-        return [self._layer(path, parameters, made) for path, parameters in owners.items()]
-
-    def _layer(self, path: str, parameters: list[str], made: TensorPlan) -> Layer:
+def _layers(made: TensorPlan, names: Names, found: Found, choosing: Choosing) -> Iterator[Layer]:
+    owners: dict[str, list[str]] = {}
+    for name in made.shapes:
+        if names.kinds[name] == "parameter":
+            owners.setdefault(name.rpartition(".")[0], []).append(name)
+    for path, parameters in owners.items():
         largest = max(parameters, key=lambda name: math.prod(made.shapes[name]))
         split = [name for name in parameters if name in made.layouts]
         main = largest if largest in split or not split else split[0]
-        role = self.roles.get(main, "whole") if split else "whole"
-        gathered = self.choosing.gathered.get(main, "")
-        reason = f"put together, since {gathered}" if gathered else "" if split else self._reason(main)
-        kind = type(self.names.module_at[path]).__name__
-        count = sum(math.prod(made.shapes[name]) for name in parameters)
-        local = sum(math.prod(made.local_shape(name, 0)) for name in parameters)
-        return Layer(path, kind, role, made.layouts.get(main), count, local, reason)
-
-    def _reason(self, name: str) -> str:
-        refused = self.choosing.reason(name)
-        if refused:
-            return refused
-        users = self.demands.get(name, {}).get(None)
-        if not users:
-            return "the recorded forward does not use it"
-        return "works on whole values"
-
-
-class _Restart(Exception):  # noqa: N818 - it is no error, but the next attempt
-    """Ends a walk whose choices have changed."""
+        gathered = choosing.gathered.get(main, "")
+        whole = "" if split else choosing.reason(main) or found.use(main)
+        yield Layer(
+            path,
+            type(names.module_at[path]).__name__,
+            found.parameter_roles.get(main, "whole"),
+            made.layouts.get(main),
+            sum(math.prod(made.shapes[name]) for name in parameters),
+            sum(math.prod(made.local_shape(name, 0)) for name in parameters),
+            f"put together, since {gathered}" if gathered else whole,
+        )

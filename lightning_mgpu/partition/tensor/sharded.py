@@ -67,7 +67,15 @@ class Sharded:
 
 
 class NoRuleError(Exception):
-    """Says why a call can't be carried out on parts of its operands."""
+    """Says why a call can't be carried out on parts of its operands.
+
+    Attributes:
+        sources: the weights to blame, where not those of all operands.
+    """
+
+    def __init__(self, reason: str, sources: frozenset[str] = frozenset()) -> None:
+        super().__init__(reason)
+        self.sources = sources
 
 
 class NeedsCutsError(Exception):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from lightning_mgpu.partition.graph import Graph
@@ -45,7 +45,9 @@ class Walk:
         resolve: is asked where a call can't be carried out on parts. Raises, or returns which values to put together.
 
     Attributes:
-        states: state of every value that is split, as it was made.
+        order: indices of the calls.
+        position: how many of them are done.
+        states: state of every value that is split, after them.
     """
 
     def __init__(
@@ -60,22 +62,38 @@ class Walk:
         self.names = names
         self.decisions = decisions
         self.resolve = resolve
+        self.given = dict(given)
+        self.order = live_calls(graph)
+        self.position = 0
         self.states = dict(given)
         self._registers = {source.name: r for r, source in graph.sources.items() if source.is_weight}
-        self._known = set(graph.sources)
+        self._made_at = dict.fromkeys(graph.sources, -1)
+        self._before: list[tuple[int, int, Sharded | None]] = []  # position, register, its state before
 
-    def __iter__(self) -> Iterator[WalkedCall]:
-        for index in live_calls(self.graph):
-            walked = self._walk(index)
-            yield walked
-            call = walked.call
-            states = call.all_outputs(None) if walked.rewrite is None else walked.rewrite.outputs
-            for register, state in zip(call.node.outputs, states, strict=True):
-                if register is not None:
-                    self._known.add(register)
-                    self.states.pop(register, None)
-                    if state is not None:
-                        self.states[register] = state
+    def step(self) -> WalkedCall:
+        """Walks one call further, and says what becomes of it."""
+        walked = self._walk(self.order[self.position])
+        call = walked.call
+        states = call.all_outputs(None) if walked.rewrite is None else walked.rewrite.outputs
+        for register, state in zip(call.node.outputs, states, strict=True):
+            if register is not None:
+                self._made_at.setdefault(register, self.position)
+                self._before.append((self.position, register, self.states.pop(register, None)))
+                if state is not None:
+                    self.states[register] = state
+        self.position += 1
+        return walked
+
+    def rewind(self, position: int) -> None:
+        """Goes back to a call that was walked before."""
+        while self._before and self._before[-1][0] >= position:
+            _, register, state = self._before.pop()
+            self.states.pop(register, None)
+            if state is not None:
+                self.states[register] = state
+            if self._made_at.get(register, -1) >= position:
+                del self._made_at[register]
+        self.position = position
 
     def _walk(self, index: int) -> WalkedCall:
         gathered: dict[int, Sharded] = {}
@@ -113,8 +131,8 @@ class Walk:
             dealt = source is not None and source.name in rewrite.layouts
             if call.state(register) is None and not dealt:
                 raise NoRuleError("changes a whole value in place by one that is split over the ranks")
-        for register, state in zip(call.node.outputs, rewrite.outputs, strict=True):
-            if register in self._known and not freed and self.states.get(register) != state and not call.node.mutates:
+        for made, state in zip(call.node.outputs, rewrite.outputs, strict=True):
+            if made in self._made_at and not freed and self.states.get(made) != state and not call.node.mutates:
                 raise NoRuleError("returns an operand that is split otherwise")
-            if register in call.node.mutates and call.state(register) != state:
+            if made in call.node.mutates and call.state(made) != state:
                 raise NoRuleError("changes a value in place that is split otherwise")

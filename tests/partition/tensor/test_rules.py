@@ -70,7 +70,6 @@ FEATURES = {
     "sum over parts": lambda m, h: h.sum(-1) * 2,
     "mean over parts": lambda m, h: h.mean((1, 2)),
     "mean of all": lambda m, h: (h * m.gain).mean(),
-    "sum over parts kept": lambda m, h: h / h.exp().sum(-1, keepdim=True),
     "transposed": lambda m, h: h.transpose(1, 2) * 2,
     "permuted": lambda m, h: h.permute(2, 0, 1) + h.movedim(2, 0) + h.movedim((0, 1), (1, 2)),
     "mT": lambda m, h: h.mT,
@@ -210,6 +209,7 @@ def test_channels_in_parts(functions, n, double):
 
 WHOLE = {
     "softmax over parts": lambda m, h: h.softmax(-1),
+    "norm by hand": lambda m, h: h * h.square().mean(-1, keepdim=True).rsqrt(),
     "norm over parts": lambda m, h: m.norm(h),
     "sorted": lambda m, h: h.sort(-1)[0],
     "flipped": lambda m, h: h.flip(-1),

@@ -85,12 +85,17 @@ def _attention(call: Call) -> Rewrite:
     grouped = bool(call.argument(7, "enable_gqa", default=False))
     roles = [query, key, value]
     split = [s for operand in roles if (s := call.state(operand)) is not None]
-    rank = len(call.shape(query))
-    if not split or any(s.dim != split[0].dim or s.dim >= rank - 2 or len(s.segments) > 1 for s in split):
-        raise NoRuleError("attends to values that are split along what it attends over")
     if len({len(call.shape(operand)) for operand in roles}) > 1:
         raise NoRuleError("attends to values of different dimensions")
-    dim = split[0].dim
+    rank = len(call.shape(query))
+    dim = min((s.dim for s in split), default=rank)
+    others = [s for s in split if s.dim != dim or dim >= rank - 2 or len(s.segments) > 1]
+    if others or not split:
+        raise NoRuleError(
+            f"attends with {' and '.join(str(call.shape(o)[rank - 3]) for o in (query, key))} heads of queries and keys, which "
+            f"do not divide by {call.n}",
+            frozenset().union(*(s.sources for s in others)),
+        )
     sources: frozenset[str] = frozenset().union(*(s.sources for s in split))
     rewrite = Rewrite(())
     for operand in roles:

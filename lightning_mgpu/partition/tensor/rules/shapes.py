@@ -36,7 +36,7 @@ def _local(shape: Sequence[int], state: Sharded, n: int) -> tuple[int, ...]:
 
 def _reshape(call: Call) -> Rewrite:
     state, new = call.only_first(), call.result()
-    if call.graph.values[call.args[0].register].dtype != call.graph.values[call.node.outputs[0]].dtype:
+    if "dtype" in call.kwargs or any(isinstance(arg, torch.dtype) for arg in call.args):
         raise NoRuleError("shows the memory of a value that is split over the ranks in another dtype")
     if state is None:
         return Rewrite(call.all_outputs(None), target=Tensor.reshape, args=(call.args[0], new), enter=False)
