@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lightning_mgpu import tree
 from lightning_mgpu.partition.graph import ApplyFunction, Graph, Node, Ref
 from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.tensor.layout import Layout
@@ -134,14 +133,11 @@ class Call:
 
     def refs(self) -> list[int]:
         """Lists the registers among the arguments, and those of a layer's own parameters and buffers."""
-        leaves = tree.flatten((self.args, self.kwargs))[0]
-        found = [leaf.register for leaf in leaves if isinstance(leaf, Ref)]
-        return list(dict.fromkeys([*found, *(ref.register for ref in self.own.values())]))
+        return list(dict.fromkeys([*self.node.reads, *(ref.register for ref in self.own.values())]))
 
     def operands(self) -> list[int]:
         """Lists the registers among the arguments, each once."""
-        leaves = tree.flatten((self.args, self.kwargs))[0]
-        return list(dict.fromkeys(leaf.register for leaf in leaves if isinstance(leaf, Ref)))
+        return list(dict.fromkeys([*self.node.reads, *(arg.register for arg in self.args if isinstance(arg, Ref))]))
 
     def state(self, operand: Any) -> Sharded | None:
         return self._states.get(operand.register if isinstance(operand, Ref) else operand)

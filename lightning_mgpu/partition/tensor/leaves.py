@@ -19,7 +19,9 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_mgpu.partition.graph import Ref
 
-__all__ = ["AsFunction", "as_function"]
+__all__ = ["HOOKED", "AsFunction", "as_function"]
+
+HOOKED = "a layer with hooks"
 
 Refs = dict[str, Ref]
 
@@ -145,7 +147,7 @@ def as_function(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         The call of a function; of a name no rule has, where the layer has to stay whole.
     """
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:  # noqa: SLF001 - no public call lists them
-        return AsFunction("layer with hooks", None, args)
+        return AsFunction(HOOKED, None, args)
     given = (*args, *kwargs.values())
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm) and len(given) == 1:
         return AsFunction("channel_norm", None, given)

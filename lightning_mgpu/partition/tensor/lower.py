@@ -307,10 +307,11 @@ class _Lowering:
 
     def _forget_changed(self, node: Node) -> None:
         """Lets go of copies of memory that a call has changed."""
+        if not node.mutates and not node.changes:
+            return
         changed = self.graph.storage_of(node.mutates)
         changed |= {self.graph.values[r].storage for r, s in self.graph.sources.items() if s.name in node.changes}
-        if changed:
-            self.ready = {k: r for k, r in self.ready.items() if self._storage_behind(k[0]) not in changed}
+        self.ready = {k: r for k, r in self.ready.items() if self._storage_behind(k[0]) not in changed}
 
     def _storage_behind(self, register: int) -> int:
         stands_for = {made: original for original, made in self.where.items()}

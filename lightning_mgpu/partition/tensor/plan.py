@@ -171,7 +171,7 @@ def _layers(made: TensorPlan, names: Names, found: Found, choosing: Choosing) ->
         split = [name for name in parameters if name in made.layouts]
         main = largest if largest in split or not split else split[0]
         gathered = choosing.gathered.get(main, "")
-        whole = "" if split else choosing.reason(main) or found.use(main)
+        whole = "" if split else choosing.reason(main) or found.whole.get(main, "the recorded forward does not use it")
         yield Layer(
             path,
             type(names.module_at[path]).__name__,

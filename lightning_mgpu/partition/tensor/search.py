@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_mgpu.partition.graph import Graph
@@ -10,6 +10,8 @@ from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.tensor.call import Call, Weight
 from lightning_mgpu.partition.tensor.choosing import Choosing
 from lightning_mgpu.partition.tensor.layout import Layout
+from lightning_mgpu.partition.tensor.leaves import HOOKED
+from lightning_mgpu.partition.tensor.rules import RULES
 from lightning_mgpu.partition.tensor.sharded import NeedsCutsError, NoRuleError, Sharded
 from lightning_mgpu.partition.tensor.walk import Walk, WalkedCall
 
@@ -26,7 +28,7 @@ class Found:
         states: layout of each value that is split, by register.
         roles: role of each call on parts, by index.
         parameter_roles: role of each parameter and buffer that is split.
-        users: names of the calls that use a parameter whole, by its name.
+        whole: why a parameter is whole that nobody decided about.
     """
 
     layouts: Mapping[str, Layout]
@@ -34,11 +36,7 @@ class Found:
     states: Mapping[int, Layout]
     roles: Mapping[int, str]
     parameter_roles: Mapping[str, str]
-    users: Mapping[str, list[str]]
-
-    def use(self, name: str) -> str:
-        """Says why a parameter that nobody decided about is whole."""
-        return "works on whole values" if self.users.get(name) else "the recorded forward does not use it"
+    whole: Mapping[str, str]
 
 
 class Search:
@@ -167,8 +165,19 @@ class Search:
             states={register: state.layout for register, state in self.walk.states.items()},
             roles={index: rewrite.role for index, rewrite in on_parts.items()},
             parameter_roles=parameter_roles,
-            users={name: ways.get(None, []) for name, ways in uses.items()},
+            whole={name: reason for c in calls for name, reason in self._reasons(c)},
         )
+
+    def _reasons(self, walked: WalkedCall) -> Iterator[tuple[str, str]]:
+        """Yields why the parameters of a call are whole that has no say in it."""
+        name = walked.call.name
+        reason = "has hooks, which are to see whole values" if name == HOOKED else "works on whole values"
+        if name not in RULES and name != HOOKED:
+            reason = f"{name} has no rule for values that are split over the ranks"
+        for register in walked.call.refs():
+            source = self.graph.sources.get(register)
+            if source is not None and source.is_weight:
+                yield source.name, reason
 
 
 def _sources_of(call: Call) -> frozenset[str]:

@@ -98,7 +98,7 @@ class Walk:
     def _walk(self, index: int) -> WalkedCall:
         gathered: dict[int, Sharded] = {}
         while True:
-            states = {r: s for r, s in self.states.items() if r not in gathered}
+            states = {r: s for r, s in self.states.items() if r not in gathered} if gathered else self.states
             call = Call(self.graph, index, self.names, self._registers, states, self.decisions)
             try:
                 return WalkedCall(call, self._rewrite(call, freed=bool(gathered)), gathered)

@@ -197,8 +197,9 @@ CHANNELS = {
 @pytest.mark.parametrize("functions", _in_groups(CHANNELS))
 def test_channels_in_parts(functions, n, double):
     layers = {
-        "bn": nn.BatchNorm2d(8), "bn_total": nn.BatchNorm2d(8, momentum=None), "gn": nn.GroupNorm(4, 8), "pool": nn.MaxPool2d(2),
+        "bn": nn.BatchNorm2d(8), "bn_total": nn.BatchNorm2d(8, momentum=None), "gn": nn.GroupNorm(4, 8),
         "inorm": nn.InstanceNorm2d(8, affine=True, track_running_stats=True), "up": nn.Upsample(scale_factor=2),
+        "pool": nn.MaxPool2d(2),
         "conv": nn.Conv2d(8, 5, 3), "fc": nn.Linear(8 * 36, 3), "flat": nn.Flatten(), "soft": nn.Softmax(-1),
     }  # fmt: skip
     probe = Probe(functions, nn.Conv2d(3, 8, 3), **layers)

@@ -91,11 +91,9 @@ def _attention(call: Call) -> Rewrite:
     dim = min((s.dim for s in split), default=rank)
     others = [s for s in split if s.dim != dim or dim >= rank - 2 or len(s.segments) > 1]
     if others or not split:
-        raise NoRuleError(
-            f"attends with {' and '.join(str(call.shape(o)[rank - 3]) for o in (query, key))} heads of queries and keys, which "
-            f"do not divide by {call.n}",
-            frozenset().union(*(s.sources for s in others)),
-        )
+        numbers = list(dict.fromkeys(str(call.shape(o)[rank - 3]) for o in (query, key))) if rank > 2 else ["no"]
+        reason = f"attends with {' to '.join(numbers)} heads, which do not divide by {call.n}"
+        raise NoRuleError(reason, frozenset().union(*(s.sources for s in others)))
     sources: frozenset[str] = frozenset().union(*(s.sources for s in split))
     rewrite = Rewrite(())
     for operand in roles:
