@@ -45,6 +45,7 @@ class InProcess:
         self.module = module
         self.num_stages = num_stages
         self.mesh = Mesh(num_stages)
+        self.devices = None
         self.check = check
         self.planner = Planner(module, num_stages, num_microbatches, CutRequest(cuts))
         self.planner.fetch = self.at_home
