@@ -25,7 +25,7 @@ class NormsOfRows(nn.Module):
         return F.instance_norm(F.layer_norm(x, x.shape[1:]) + F.group_norm(x, 1))
 
 
-@forward(images, by_microbatch=True, buffers=False, rows=(8, 8, 8))
+@forward(images, by_microbatch=True, buffers=False, rows=(8, 8, 8), warns=r"has batch norms")
 class BatchNorms(nn.Module):
     """Batch norms as layers, as functions, and without statistics."""
 
@@ -183,7 +183,7 @@ class HyperNetwork(nn.Module):
         return self.head(h) + (w**2).mean()
 
 
-@forward(images, by_microbatch=True, buffers=False, rows=(8, 8, 8))
+@forward(images, by_microbatch=True, buffers=False, rows=(8, 8, 8), warns=r"has batch norms")
 class NormCalledByForward(nn.Module):
     """Calls a batch norm by its ``forward``, another one twice, and freezes a third."""
 
