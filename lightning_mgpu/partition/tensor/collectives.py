@@ -197,7 +197,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: Group, layout: Layout) -> Tensor:
         ctx.group, ctx.layout = group, layout
-        return unshard(group.all_gather(value.contiguous()), layout)
+        if layout.is_even(group.size):
+            return unshard(group.all_gather(value.contiguous()), layout)
+        whole = value.new_zeros((*value.shape[: layout.dim], layout.width, *value.shape[layout.dim + 1 :]))
+        begin = 0
+        for start, length in layout.pieces(group.rank, group.size):
+            whole.narrow(layout.dim, start, length).copy_(value.narrow(layout.dim, begin, length))
+            begin += length
+        return group.all_reduce(whole)  # parts of several shapes can't be gathered
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -103,8 +103,7 @@ class _Lowering:
         split = {r: s for r in call.refs() if (s := call.state(r)) is not None}
         made = {r: s for r, s in split.items() if r not in self.graph.sources}
         chosen = made or split
-        uneven = next((s for s in chosen.values() if not s.layout.is_even(self.plan.n)), None)
-        if not chosen or uneven is not None or any(r in call.node.mutates for r in chosen):
+        if not chosen or any(r in call.node.mutates for r in chosen):
             reason = "needs another segmentation" if isinstance(error, NeedsCutsError) else error
             raise PartitionError(
                 f"{call.node} can't be carried out under the tensor-parallel plan of {self.plan.n} ranks: it {reason}; ask for "
@@ -231,10 +230,6 @@ class _Lowering:
         state = self.walk.states.get(register)
         if state is None:
             return self._current(register)
-        if not state.layout.is_even(self.plan.n):
-            raise PartitionError(
-                f"the forward returns a value of {state.width} elements that {self.plan.n} ranks hold unequally"
-            )
         return self._made(Gather(None, state.layout), register, self.makers[self._current(register)])
 
     # -- registers -------------------------------------------------------------------------------------------------

@@ -54,9 +54,8 @@ class Lowered:
 
     def lowered(self, *args: Any) -> list[Recording]:
         """Lowers a call for every rank; where all layouts are even one will do."""
-        known = all(
-            a is b for a, b in zip(tree.flatten(self.recorded_for)[0], tree.flatten(_taken_apart(args))[0], strict=True)
-        )
+        before, now = (tree.flatten(given)[0] for given in (self.recorded_for, _taken_apart(args)))
+        known = len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
         recording = self.recording if known else self.record(*args)
         layouts = (*self.plan.layouts.values(), *self.plan.inputs.values())
         ranks = [0] if all(layout.is_even(self.n) for layout in layouts) else range(self.n)
