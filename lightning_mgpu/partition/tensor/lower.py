@@ -188,7 +188,10 @@ class _Lowering:
     def _operands(self, walked: WalkedCall, rewrite: Rewrite) -> dict[int, int]:
         """Makes what a call uses in the place of each register, and returns it."""
         call, fill = walked.call, {}
+        later = None if rewrite.bias is None else rewrite.bias[0]
         for register in call.refs():
+            if register == later:
+                continue
             state = call.state(register)
             source = self.graph.sources.get(register)
             if register in walked.gathered:

@@ -82,7 +82,7 @@ class Lowered:
             for register, tensor in zip(graph.inputs, inputs, strict=True):
                 part = shard(tensor.detach(), layouts[register], group.rank, self.n)
                 own[register] = part.clone().requires_grad_(tensor.requires_grad)
-            environment = joined(_copied(program), group).run(dict(own), store)
+            environment = joined(copied(program), group).run(dict(own), store)
             leaves = [environment[x.register] if isinstance(x, Ref) else x for x in graph.outputs]
             result = tree.unflatten(leaves, graph.spec)[0]
             number = loss(result)
@@ -167,7 +167,7 @@ def _taken_apart(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]
     return args, {}
 
 
-def _copied(program: Program) -> Program:
+def copied(program: Program) -> Program:
     """Copies a program as for another process, which has a group of its own."""
     return replace(program, steps=[replace(step) for step in program.steps])
 
