@@ -146,14 +146,14 @@ def test_a_worker_that_dies_while_it_is_connected(monkeypatch: pytest.MonkeyPatc
     assert new_processes() == []
 
 
-def ended(stage: int, returncode: int, how: str) -> Any:
+def ended(index: int, returncode: int, how: str) -> Any:
     """Stands for a process that has ended."""
     done = threading.Event()
     done.set()
     popen = SimpleNamespace(returncode=returncode, kill=lambda: None)
     thread = SimpleNamespace(join=lambda _: None)
     return SimpleNamespace(
-        stage=stage, ended=done, popen=popen, how_it_ended=lambda: how, output=[f"I am {stage}"], threads=[thread, thread]
+        index=index, ended=done, popen=popen, how_it_ended=lambda: how, output=[f"I am {index}"], threads=[thread, thread]
     )
 
 
