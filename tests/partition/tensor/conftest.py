@@ -4,6 +4,15 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Computes in one thread, since these tensors are small and other tests run meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def double():
     """Computes in double precision for one test, so that rounding hides no mistake, and draws from a fixed seed."""
