@@ -47,7 +47,7 @@ def aligned(call: Call, rank: int) -> tuple[Sharded, dict[int, Layout]]:
 def _elementwise(call: Call) -> Rewrite:
     shape = call.result()
     state, sliced = aligned(call, len(shape))
-    if shape[state.dim] != state.width or "out" in call.kwargs:
+    if shape[state.dim] != state.width or "out" in call.kwargs or call.node.dynamic:
         raise NoRuleError("does not keep the shape of a value that is split over the ranks")
     return Rewrite(call.all_outputs(state), sliced=sliced)
 
@@ -65,6 +65,7 @@ def _like_first(call: Call) -> Rewrite:
 
 def _shapeless(call: Call) -> Rewrite:
     """Makes a whole value of a size of its own, whatever the operand's."""
+    call.only()
     return Rewrite(call.all_outputs(None), enter=False)
 
 
@@ -75,7 +76,7 @@ def _spatial(num_dims: int | None) -> Rule:
         state = call.only()
         rank = len(call.shape(call.args[0]))
         if state.dim >= (rank - num_dims if num_dims is not None else 2):
-            raise NoRuleError("pools along a dimension that is split over the ranks")
+            raise NoRuleError("works on a dimension whole that is split over the ranks")
         return Rewrite(call.all_outputs(state))
 
     return rule
@@ -110,13 +111,12 @@ def _prelu(call: Call) -> Rewrite:
 _ELEMENTWISE = (
     "abs absolute acos acosh add addcdiv addcmul alpha_dropout asin asinh atan atan2 atanh bernoulli bitwise_and "
     "bitwise_not bitwise_or bitwise_xor cauchy ceil celu clamp clamp_max clamp_min clip copy copysign cos cosh deg2rad div "
-    "divide dropout dropout1d dropout2d dropout3d elu eq erf erfc erfinv exp exp2 expm1 exponential feature_alpha_dropout "
-    "fill float_power floor floor_divide fmod frac ge gelu greater greater_equal gt hardshrink hardsigmoid hardswish "
-    "hardtanh heaviside hypot isfinite isinf isnan le leaky_relu lerp less less_equal lgamma log log10 log1p log2 "
-    "log_sigmoid logaddexp logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill maximum minimum "
-    "mish mul multiply nan_to_num ne neg negative normal not_equal positive pow reciprocal relu relu6 remainder round rrelu "
-    "rsqrt rsub selu sigmoid sign silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh "
-    "tanhshrink threshold true_divide trunc uniform where xlogy zero"
+    "divide dropout elu eq erf erfc erfinv exp exp2 expm1 exponential fill float_power floor floor_divide fmod frac ge gelu "
+    "greater greater_equal gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan le leaky_relu "
+    "lerp less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor "
+    "logit logsigmoid lt masked_fill maximum minimum mish mul multiply nan_to_num ne neg negative normal not_equal positive "
+    "pow reciprocal relu relu6 remainder round rrelu rsqrt rsub selu sigmoid sign silu sin sinc sinh softplus softshrink "
+    "softsign sqrt square sub subtract tan tanh tanhshrink threshold true_divide trunc uniform where xlogy zero"
 ).split()
 _DUNDER = (
     "add sub mul truediv div floordiv mod pow radd rsub rmul rtruediv rdiv rfloordiv rpow rmod and or xor rand ror rxor eq ne "
@@ -138,7 +138,8 @@ RULES: dict[str, Rule] = {
         for k in (1, 2, 3)
     },
     **{f"{kind}pool{k}d_with_indices": _spatial(k) for kind in ("max_", "adaptive_max_") for k in (1, 2, 3)},
-    **dict.fromkeys(("interpolate", "upsample"), _spatial(None)),
+    **{f"dropout{k}d": _spatial(k) for k in (1, 2, 3)},
+    **dict.fromkeys(("interpolate", "upsample", "feature_alpha_dropout"), _spatial(None)),
     "pad": _pad,
     "prelu": _prelu,
 }

@@ -77,6 +77,15 @@ def _sum(call: Call, dims: set[int]) -> Rewrite:
     return rewrite
 
 
+def _flip(call: Call) -> Rewrite:
+    state, rank = call.only(), len(call.shape(call.args[0]))
+    given = call.args[1:] or (call.kwargs["dims"],)
+    dims = given[0] if isinstance(given[0], (tuple, list)) else given
+    if state.dim in {d % rank for d in dims}:
+        raise NoRuleError(f"works along the {state.width} elements that are split over the ranks")
+    return Rewrite(call.all_outputs(state))
+
+
 def _index(call: Call) -> Rewrite:
     """Takes elements along one dimension by an index that has the shape of the result."""
     state = call.only()
@@ -182,7 +191,8 @@ def _go_along(call: Call, operands: list[Any], state: Sharded, rewrite: Rewrite)
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "flip"), _along(1)),
+    **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp"), _along(1)),
+    "flip": _flip,
     **dict.fromkeys(("gumbel_softmax",), _along(4, default=-1)),
     **dict.fromkeys(("sort", "argsort"), _along(1, default=-1)),
     "glu": _along(1, default=-1),

@@ -226,6 +226,8 @@ def _indexed(call: Call, state: Sharded, items: list[Any]) -> Rewrite:
             found = found.at(new)
         old, new = old + consumed, new + made
     found = state.at(new + state.dim - old) if found is None else found
+    if found.dim >= len(call.result()) or call.result()[found.dim] != found.width:
+        raise NoRuleError("takes elements in an order of its own")
     return Rewrite(call.all_outputs(found), target=Tensor.__getitem__, args=(call.args[0], tuple(items)))
 
 
