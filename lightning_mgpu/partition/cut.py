@@ -206,6 +206,13 @@ def _check_order(positions: Sequence[int], cuts: Sequence[str]) -> None:
 def _check_tail(graph: Graph, batching: Batching, names: Names, path: str) -> None:
     if not batching.tail:
         return
+    for index in batching.tail:
+        node = graph.nodes[index]
+        if not graph.sharded.isdisjoint((*node.reads, *node.outputs)):
+            raise PartitionError(
+                f"{node} needs the whole batch, and is split over tensor-parallel ranks; use num_microbatches=1, or ask for "
+                "'whole' of the layers it comes from"
+            )
     every = sorted((*batching.body, *batching.tail))
     cost = dict(zip(every, node_costs(graph, every, names, "flops"), strict=True))
     late = sum(cost[i] for i in batching.tail)

@@ -11,7 +11,7 @@ from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.tensor.layout import shard
 from lightning_mgpu.partition.tensor.plan import TensorPlan
 
-__all__ = ["LocalStore", "local_leaf"]
+__all__ = ["LocalStore", "local_leaf", "local_tensors"]
 
 
 def local_leaf(module: nn.Module, path: str, find: Callable[[str], Tensor]) -> Any:
@@ -33,25 +33,27 @@ def local_leaf(module: nn.Module, path: str, find: Callable[[str], Tensor]) -> A
     return local
 
 
+def local_tensors(names: Names, plan: TensorPlan, rank: int) -> dict[str, Tensor]:
+    """Copies a rank's parts of the parameters and buffers below a root, by canonical name."""
+    found: dict[str, Tensor] = {}
+    for name, kind in names.kinds.items():
+        whole = names.current(name)
+        part = shard(whole.detach(), plan.layouts.get(name), rank, plan.n).clone()
+        found[name] = nn.Parameter(part, requires_grad=whole.requires_grad) if kind == "parameter" else part
+    return found
+
+
 class LocalStore:
     """Holds a rank's parameters and buffers by the module's names, and layers that use them.
 
     Args:
         names: names below the root; the module itself stays as it is.
-        plan: the plan.
-        rank: the rank.
-
-    Attributes:
-        tensors: parameter or buffer by canonical name, copies of the rank's parts.
+        tensors: the rank's part of each parameter and buffer, by canonical name.
     """
 
-    def __init__(self, names: Names, plan: TensorPlan, rank: int) -> None:
+    def __init__(self, names: Names, tensors: dict[str, Tensor]) -> None:
         self.names = names
-        self.tensors: dict[str, Tensor] = {}
-        for name, kind in names.kinds.items():
-            whole = names.current(name)
-            part = shard(whole.detach(), plan.layouts.get(name), rank, plan.n).clone()
-            self.tensors[name] = nn.Parameter(part, requires_grad=whole.requires_grad) if kind == "parameter" else part
+        self.tensors = tensors
         self._modules: dict[str, nn.Module] = {}
 
     def module(self, path: str) -> nn.Module:

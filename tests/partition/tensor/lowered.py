@@ -20,7 +20,7 @@ from lightning_mgpu.partition.recording import Recording
 from lightning_mgpu.partition.tensor.attention import opened_attention
 from lightning_mgpu.partition.tensor.collectives import joined
 from lightning_mgpu.partition.tensor.layout import shard, unshard
-from lightning_mgpu.partition.tensor.local import LocalStore
+from lightning_mgpu.partition.tensor.local import LocalStore, local_tensors
 from lightning_mgpu.partition.tensor.lower import lower
 from lightning_mgpu.partition.tensor.plan import TensorPlan, plan
 from tests.partition.forwards.case import weighted_sum
@@ -77,7 +77,7 @@ class Lowered:
         def on_rank(group: Member) -> Outcome:
             torch.manual_seed(seed)
             program, graph = programs[group.rank]
-            store = LocalStore(self.names, self.plan, group.rank)
+            store = LocalStore(self.names, local_tensors(self.names, self.plan, group.rank))
             own = {}
             for register, tensor in zip(graph.inputs, inputs, strict=True):
                 part = shard(tensor.detach(), layouts[register], group.rank, self.n)

@@ -17,7 +17,7 @@ from lightning_mgpu.partition.placement import Placement
 from lightning_mgpu.partition.plan import ModuleStore
 from lightning_mgpu.partition.stage import StageRun
 from lightning_mgpu.partition.tensor.collectives import joined
-from lightning_mgpu.partition.tensor.local import LocalStore
+from lightning_mgpu.partition.tensor.local import LocalStore, local_tensors
 from lightning_mgpu.partition.tensor.lower import lower
 from tests.partition.tensor.lowered import Lowered, Outcome, copied
 from tests.partition.tensor.models import Bottleneck, TiedGpt
@@ -34,7 +34,6 @@ class Staged(Lowered):
         micro = lower(self.recorder.record(self.module, (x[:ROWS],), {}), self.names, self.plan, 0)
         dims = batch_dims(whole.graph, micro.graph, len(x), ROWS)
         batching = split_tail(whole.graph, dims)
-        assert batching.tail == ()
         self.body = Body(whole.graph, batching, self.names)
         placement = Placement(num_stages)
         layout = cut(whole.graph, batching, self.names, placement, CutRequest(cuts), "")
@@ -55,7 +54,7 @@ class Staged(Lowered):
             own = [copy.copy(stage) for stage in stages]
             for stage in own:
                 stage.program = joined(copied(stage.program), group)
-            store = LocalStore(self.names, self.plan, group.rank)
+            store = LocalStore(self.names, local_tensors(self.names, self.plan, group.rank))
             parts = x.split(ROWS)
             runs = [StageRun(store, len(parts), grad=True, inference=False, seed=7) for _ in own]
             results = []
@@ -110,6 +109,20 @@ def test_no_cut_lies_at_a_value_that_is_split():
     assert first.names == ("0.weight", "0.bias", "2.weight", "2.bias")
     with pytest.raises(PartitionError, match=r"cannot cut at '5': .* makes a value that is split over ranks there"):
         staged.cut(x, 2, ("5",))
+
+
+def test_what_needs_the_whole_batch_is_not_split():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.proj = nn.Linear(6, 8), nn.Linear(8, 6)
+
+        def forward(self, x):
+            return self.proj(self.fc(x - x.mean(0)).relu())
+
+    x = torch.randn(4, 6)
+    with pytest.raises(PartitionError, match=r"fc .* needs the whole batch, and is split over tensor-parallel ranks"):
+        Staged(Loss(), 2, x).cut(x, 2)
 
 
 def test_a_cut_by_name_lies_before_all_that_belongs_to_the_layer():

@@ -9,7 +9,7 @@ from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.program import compile_nodes
 from lightning_mgpu.partition.tensor.collectives import joined
 from lightning_mgpu.partition.tensor.layout import unshard
-from lightning_mgpu.partition.tensor.local import LocalStore
+from lightning_mgpu.partition.tensor.local import LocalStore, local_tensors
 from tests.partition.tensor.lowered import Lowered, copied
 from tests.partition.tensor.models import TiedGpt
 from tests.partition.tensor.ranks import Ranks
@@ -36,7 +36,10 @@ def test_twenty_steps_are_those_of_one_device(double):
         return losses, optimizer.state
 
     def on_rank(group):
-        store, own = LocalStore(lowered.names, lowered.plan, group.rank), joined(copied(program), group)
+        store, own = (
+            LocalStore(lowered.names, local_tensors(lowered.names, lowered.plan, group.rank)),
+            joined(copied(program), group),
+        )
         parameters = [t for name, t in store.tensors.items() if lowered.names.kinds[name] == "parameter"]
         (result,) = graph.output_registers
         return *train(parameters, lambda x: own.run({graph.inputs[0]: x}, store)[result]), store
