@@ -56,7 +56,7 @@ class Staged(Lowered):
                 stage.program = joined(copied(stage.program), group)
             store = LocalStore(self.names, local_tensors(self.names, self.plan, group.rank))
             parts = x.split(ROWS)
-            runs = [StageRun(store, len(parts), grad=True, inference=False, seed=7) for _ in own]
+            runs = [StageRun(store, range(len(parts)), grad=True, inference=False, seed=7) for _ in own]
             results = []
             for i, part in enumerate(parts):
                 flowing = []
