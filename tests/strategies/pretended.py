@@ -34,7 +34,7 @@ class PretendedDevices(TorchDispatchMode):
         super().__init__()
         self.moves: Counter[tuple[int | None, int]] = Counter()
         self._where: dict[int, int] = {}
-        self._kept: list[Tensor] = []  # so that no memory is given to another tensor
+        self._kept: list[Any] = []  # so that no memory is given to another tensor
 
     def of(self, tensor: Tensor) -> int | None:
         """Returns where a tensor is; ``None`` where it goes with anything."""
@@ -44,7 +44,7 @@ class PretendedDevices(TorchDispatchMode):
         """Notes where a tensor is."""
         if tensor.numel():
             self._where[tensor.untyped_storage().data_ptr()] = device
-            self._kept.append(tensor)
+            self._kept.append(tensor.untyped_storage())
 
     @override
     def __torch_dispatch__(
