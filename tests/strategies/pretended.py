@@ -53,7 +53,7 @@ class PretendedDevices(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = [t for t in tree_flatten((args, kwargs or {}))[0] if isinstance(t, Tensor) and t.device.type == "cpu"]
         real = [t for t in given if type(t) in (Tensor, nn.Parameter)]  # fake ones have no memory
-        devices = {self.of(t) for t in real if t.ndim} - {None}
+        devices = {self.of(t) for t in real if t.numel() > 1} - {None}  # metrics add up single numbers of anywhere
         if func in _BETWEEN_DEVICES:
             return result
         if len(devices) > 1:
