@@ -148,26 +148,24 @@ class Choosing:
                 self._cuts[name], fresh = wanted, True
         return "" if fresh else reason
 
-    def blame(self, sources: Iterable[str], reason: str) -> None:
-        """Takes back that layers are split, or puts their results together at once where they are large or were asked for."""
-        for name in sources:
-            weight = self.weights.get(name)
-            large = weight is not None and math.prod(weight.shape) >= self.gather_min
-            if name not in self.gathered and (large or self.steering.role(name) in ("column", "vocabulary")):
-                self.gathered[name] = reason
-            else:
-                self.refuse([name], reason)
+    def blame(self, name: str, reason: str) -> None:
+        """Takes back that a layer is split, or puts its result together at once where it is large or was asked for."""
+        weight = self.weights.get(name)
+        large = weight is not None and math.prod(weight.shape) >= self.gather_min
+        if name not in self.gathered and (large or self.steering.role(name) in ("column", "vocabulary")):
+            self.gathered[name] = reason
+        else:
+            self.refuse(name, reason)
 
-    def refuse(self, names: Iterable[str], reason: str) -> None:
-        """Takes back that layers, or inputs, are split."""
-        for name in names:
-            if name.startswith("input "):
-                self.refused_inputs[int(name.removeprefix("input "))] = reason
-                continue
-            role = self.steering.role(name)
-            if name in self.weights and role not in (None, "whole"):
-                raise PartitionError(f"{self._asked(self.weights[name], role)}, but {reason}; ask for 'whole'")
-            self.refused[name] = reason
+    def refuse(self, name: str, reason: str) -> None:
+        """Takes back that a layer, or an input, is split."""
+        if name.startswith("input "):
+            self.refused_inputs[int(name.removeprefix("input "))] = reason
+            return
+        role = self.steering.role(name)
+        if name in self.weights and role not in (None, "whole"):
+            raise PartitionError(f"{self._asked(self.weights[name], role)}, but {reason}; ask for 'whole'")
+        self.refused[name] = reason
 
     def end(self, unpaired: Iterable[str]) -> bool:
         """Takes back that layers are split whose parts only the result needs, unless they are large or were asked for."""
@@ -176,7 +174,7 @@ class Choosing:
             weight = self.weights.get(name)
             large = weight is not None and math.prod(weight.shape) >= self.gather_min
             if not large and self.steering.role(name) is None:
-                self.refuse([name], f"its result is the forward's, and it has fewer than {self.gather_min:,} elements")
+                self.refuse(name, f"its result is the forward's, and it has fewer than {self.gather_min:,} elements")
                 kept = False
         return kept
 

@@ -112,16 +112,22 @@ class Search:
     # -- what does not go together ---------------------------------------------------------------------------------
 
     def _fail(self, call: Call, error: NoRuleError | NeedsCutsError) -> dict[int, Sharded]:
-        """Decides otherwise about the layers that a call's operands come from, and goes back there."""
+        """Decides otherwise about a layer that a call's operands come from, and goes back there.
+
+        It is the first of several: whatever comes after may be what it is because of it.
+        """
         size = self.choosing.size()
-        if isinstance(error, NeedsCutsError):
-            sources, reason = error.sources, self.choosing.cut(error)
-        else:
-            sources, reason = error.sources or _sources_of(call), str(error)
+        sources = error.sources or _sources_of(call)
+        first = min(sources, key=self._asked_at)
+        reason = self.choosing.cut(error) if isinstance(error, NeedsCutsError) else str(error)
         if reason:
-            self.choosing.blame(sources, f"{call.node.name} {reason}")
+            self.choosing.blame(first, f"{call.node.name} {reason}")
         assert self.choosing.size() > size, f"{call.node} is decided about only once"
-        raise _BackError(min((self.asked_at.get(s, -1) for s in sources), default=-1))
+        raise _BackError(self._asked_at(first))
+
+    def _asked_at(self, source: str) -> int:
+        """Returns where a weight was first asked about; -1 for an input."""
+        return self.asked_at.get(source, -1)
 
     def _end(self, calls: Sequence[WalkedCall]) -> bool:
         """Leaves small layers whole whose parts nothing but the result needs."""
@@ -136,7 +142,7 @@ class Search:
         for name, ways in self._uses(calls).items():
             if len(ways) > 1:
                 users = sorted({user for users in ways.values() for user in users})
-                self.choosing.refuse([name], f"it is used in {len(ways)} ways, by {' and '.join(users)}")
+                self.choosing.refuse(name, f"it is used in {len(ways)} ways, by {' and '.join(users)}")
                 agreed = False
         return agreed
 

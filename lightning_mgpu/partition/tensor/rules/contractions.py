@@ -71,7 +71,7 @@ def _whole_weight(call: Call, c: _Contraction, given: Sharded | None) -> Rewrite
     if given is None:
         return None
     if c.refusal:
-        raise NoRuleError(c.refusal)
+        raise NoRuleError(f"is left whole, since {c.refusal}")
     if given.dim == c.dim:
         return _row(call, c, Layout(c.in_dim, given.segments), {}, role="row of a whole weight")
     if given.dim > c.dim:
