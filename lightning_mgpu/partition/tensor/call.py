@@ -71,6 +71,7 @@ class Rewrite:
         bias: the bias added to the sum, and its dimension counted from the last.
         gather: how the result is dealt out, where it is put together at once.
         enter: whether whole operands enter a computation on parts; otherwise the call makes a whole value.
+        forks: whether every rank draws random numbers of its own.
     """
 
     outputs: tuple[Sharded | None, ...]
@@ -85,6 +86,7 @@ class Rewrite:
     bias: tuple[int, int] | None = None
     gather: Layout | None = None
     enter: bool = True
+    forks: bool = True
 
 
 class Call:
@@ -94,6 +96,15 @@ class Call:
         name: what rules are found by.
         function: what computes the result from ``args`` and ``kwargs``; ``None`` where only the module does.
         own: a layer's parameters and buffers by attribute.
+
+    Args:
+        graph: the recording.
+        index: index of the call.
+        names: names below the root.
+        registers: registers of parameters and buffers by name.
+        views: names of the parameters whose transposes lie in registers.
+        states: states of values that are split, by register.
+        decisions: says how weights are split.
     """
 
     def __init__(
@@ -102,6 +113,7 @@ class Call:
         index: int,
         names: Names,
         registers: Mapping[str, int],
+        views: Mapping[int, str],
         states: Mapping[int, Sharded],
         decisions: Decisions,
     ) -> None:
@@ -109,6 +121,7 @@ class Call:
         self.index = index
         self.node: Node = graph.nodes[index]
         self.decisions = decisions
+        self._views = views
         self._states = states
         self.own: dict[str, Ref] = {}
         target = self.node.target
@@ -166,6 +179,11 @@ class Call:
         """Returns the name of the parameter that an operand is, if it is one."""
         source = self.graph.sources.get(operand.register) if isinstance(operand, Ref) else None
         return source.name if source is not None and source.kind == "parameter" else None
+
+    def weight(self, operand: Any) -> tuple[str | None, bool]:
+        """Returns the name of the parameter that an operand is, and whether it is that parameter transposed."""
+        name = self._views.get(operand.register) if isinstance(operand, Ref) else None
+        return (self.parameter(operand), False) if name is None else (name, True)
 
     def weight_name(self, operand: Any) -> str | None:
         """Returns the name of the parameter or buffer that an operand is, if it is one."""

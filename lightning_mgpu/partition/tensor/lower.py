@@ -165,7 +165,7 @@ class _Lowering:
             if rewrite.args is not None:
                 target = node.target if rewrite.target is None else rewrite.target
                 node = replace(node, target=target, args=rewrite.args, kwargs=rewrite.kwargs)
-        if node.random and rewrite.enter:
+        if node.random and rewrite.enter and rewrite.forks:
             node = self._as_function(call, node) if node.is_module else node
             assert not isinstance(node.target, str)
             node = replace(node, target=Forked(None, node.target))

@@ -151,12 +151,20 @@ class Search:
         uses: dict[str, dict[Layout | None, list[str]]] = {}
         for walked in calls:
             layouts = {} if walked.rewrite is None else walked.rewrite.layouts
-            for register in walked.call.refs():
-                source = self.graph.sources.get(register)
-                if source is not None and source.is_weight:
-                    ways = uses.setdefault(source.name, {})
-                    ways.setdefault(layouts.get(source.name), []).append(walked.call.node.name)
+            for name in self._weights(walked.call):
+                uses.setdefault(name, {}).setdefault(layouts.get(name), []).append(walked.call.node.name)
         return uses
+
+    def _weights(self, call: Call) -> Iterator[str]:
+        """Yields the parameters and buffers a call uses; to transpose one is no use by itself."""
+        if any(register in self.walk.views for register in call.node.outputs):
+            return
+        for register in call.refs():
+            source = self.graph.sources.get(register)
+            if register in self.walk.views:
+                yield self.walk.views[register]
+            elif source is not None and source.is_weight:
+                yield source.name
 
     def _found(self, calls: Sequence[WalkedCall]) -> Found:
         uses = self._uses(calls)
@@ -180,10 +188,8 @@ class Search:
         reason = "has hooks, which are to see whole values" if name == HOOKED else "works on whole values"
         if name not in RULES and name != HOOKED:
             reason = f"{name} has no rule for values that are split over the ranks"
-        for register in walked.call.refs():
-            source = self.graph.sources.get(register)
-            if source is not None and source.is_weight:
-                yield source.name, reason
+        for weight in self._weights(walked.call):
+            yield weight, reason
 
 
 def _sources_of(call: Call) -> frozenset[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from lightning_mgpu.partition.graph import Graph
+from lightning_mgpu.partition.graph import Graph, Node
 from lightning_mgpu.partition.names import Names
 from lightning_mgpu.partition.tensor.call import Call, Decisions, Rewrite
 from lightning_mgpu.partition.tensor.rules import DECIDING, RULES
 from lightning_mgpu.partition.tensor.sharded import NeedsCutsError, NoRuleError, Sharded
 
-__all__ = ["Walk", "WalkedCall", "live_calls"]
+__all__ = ["Walk", "WalkedCall", "live_calls", "transposed"]
 
 
 @dataclass
@@ -27,6 +27,27 @@ class WalkedCall:
     call: Call
     rewrite: Rewrite | None
     gathered: dict[int, Sharded] = field(default_factory=dict)
+
+
+def transposed(graph: Graph) -> dict[int, str]:
+    """Finds the registers that hold the transpose of a parameter, as ``weight.T`` does, with the parameter's name."""
+    found = {}
+    for node in graph.nodes:
+        if len(node.reads) == 1 == len(node.outputs) and node.outputs[0] is not None and _transposes(node):
+            source = graph.sources.get(node.reads[0])
+            if source is not None and source.kind == "parameter" and len(graph.values[node.reads[0]].shape) == 2:
+                found[node.outputs[0]] = source.name
+    return found
+
+
+def _transposes(node: Node) -> bool:
+    name, given = getattr(node.target, "__name__", ""), node.args[1:]
+    if name in ("transpose", "swapaxes"):
+        return sorted(d % 2 for d in given if isinstance(d, int)) == [0, 1]
+    if name == "permute":
+        order = given[0] if len(given) == 1 else given
+        return [d % 2 for d in order] == [1, 0]
+    return name == "t" or (name == "get_attribute" and given[0] in ("T", "mT"))
 
 
 def live_calls(graph: Graph) -> list[int]:
@@ -67,6 +88,7 @@ class Walk:
         self.position = 0
         self.states = dict(given)
         self._registers = {source.name: r for r, source in graph.sources.items() if source.is_weight}
+        self.views = transposed(graph)
         self._made_at = dict.fromkeys(graph.sources, -1)
         self._before: list[tuple[int, int, Sharded | None]] = []  # position, register, its state before
 
@@ -99,7 +121,7 @@ class Walk:
         gathered: dict[int, Sharded] = {}
         while True:
             states = {r: s for r, s in self.states.items() if r not in gathered} if gathered else self.states
-            call = Call(self.graph, index, self.names, self._registers, states, self.decisions)
+            call = Call(self.graph, index, self.names, self._registers, self.views, states, self.decisions)
             try:
                 return WalkedCall(call, self._rewrite(call, freed=bool(gathered)), gathered)
             except (NoRuleError, NeedsCutsError) as error:

@@ -121,3 +121,47 @@ class FusedWays(nn.Module):
             result = result + getattr(self, f"{name}_out")(mixed)
         gate, value = self.gates(x).view(batch, length, 2, 12).unbind(-2)
         return result + self.gates_out(F.silu(gate) * value)
+
+
+class TransposedHead(nn.Module):
+    """Multiplies by its embedding, transposed, and by a weight of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(24, 16)
+        self.mix = nn.Parameter(torch.randn(32, 16) / 4)
+        self.back = nn.Parameter(torch.randn(32, 16) / 4)
+
+    def forward(self, words: Tensor) -> Tensor:
+        h = self.words(words)
+        return torch.tanh(h @ self.mix.T) @ self.back @ self.words.weight.transpose(0, 1)
+
+
+class SharedLayers(nn.Module):
+    """Runs the same block three times, behind a layer of another width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(6, 12)
+        self.attention, self.norm = SeparateHeads(4), nn.LayerNorm(12)
+        self.fc, self.out = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inside(x)
+        for _ in range(3):
+            h = self.norm(h + self.attention(h))
+            h = h + self.out(F.gelu(self.fc(h)))
+        return h
+
+
+class SeparateHeads(nn.Module):
+    """Attention with a layer for each of query, key and value."""
+
+    def __init__(self, num_heads: int, width: int = 12) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q, self.k, self.v, self.proj = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))

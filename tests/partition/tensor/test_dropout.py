@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.partition.tensor.lowered import Lowered
+from tests.partition.tensor.lowered import Lowered, roles
 from tests.partition.tensor.models import TiedGpt
 
 
@@ -90,3 +90,24 @@ def test_nobody_draws_before_what_one_device_draws(double):
 
     torch.testing.assert_close(outcomes[0].result, expected, rtol=1e-9, atol=1e-9)
     assert torch.equal(outcomes[0].state, torch.get_rng_state())
+
+
+def test_weights_that_all_ranks_have_are_dropped_alike(double):
+    """Where only values are in parts, all ranks attend alike, and draw what one device draws."""
+
+    class OddHeads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v, self.proj = (nn.Linear(12, 12) for _ in range(4))
+
+        def forward(self, x):
+            q, k, v = (f(x).unflatten(-1, (3, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+            return self.proj(F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).transpose(1, 2).flatten(2))
+
+    module, x = OddHeads(), torch.randn(2, 5, 12)
+    lowered = Lowered(module, 2, x)
+    outcomes = lowered.run(x, seed=5)
+    torch.manual_seed(5)
+
+    assert roles(lowered.plan) == {"q": "whole", "k": "whole", "v": "column", "proj": "row"}
+    torch.testing.assert_close(outcomes[1].result, module(x), rtol=1e-9, atol=1e-9)

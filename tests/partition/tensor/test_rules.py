@@ -19,6 +19,7 @@ class Probe(nn.Module):
         self.weight = nn.Parameter(torch.randn(8, 8) / 3)
         self.gain = nn.Parameter(torch.randn(8))
         self.whole = nn.Parameter(torch.randn(2, 3, 8))
+        self.turned, self.turned2 = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
         for name, child in layers.items():
             self.add_module(name, child)
         self.functions = functions
@@ -110,6 +111,7 @@ FEATURES = {
     "einsum along parts": lambda m, h: torch.einsum("btf,bsf->btsf", h, m.whole),
     "gram": lambda m, h: h @ h.mT,
     "linear": lambda m, h: m.b(h),
+    "linear by a transpose": lambda m, h: F.linear(h, m.turned.t()) + h @ m.turned.T + h @ m.turned2.permute(1, 0),
     "linear without bias": lambda m, h: F.linear(h, m.b.weight),
     "linear by a computed weight": lambda m, h: F.linear(h, m.weight * 2, m.gain),
     "conv1d over": lambda m, h: m.c(h.transpose(1, 2)),

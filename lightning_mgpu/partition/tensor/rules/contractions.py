@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,19 +50,25 @@ class _Contraction:
 def _contract(call: Call, c: _Contraction) -> Rewrite | None:
     given = call.state(c.value)
     contracted = given if given is not None and given.dim == c.dim else None
-    name = call.parameter(c.weight)
+    name, turned = call.weight(c.weight)
     layout = None
     if name is not None and (given is None or contracted is not None):
         weight = Weight(name, c.in_dim, c.out_dim, call.shape(c.weight), c.num_parts, c.refusal)
-        layout = call.decisions.split(weight, contracted)
+        layout = call.decisions.split(_turned(weight) if turned else weight, contracted)
     elif name is not None and call.state(c.weight) is not None:
         raise NoRuleError("has a split weight and an input that is split along another dimension")
     if layout is None:
         return _whole_weight(call, c, given)
     assert name is not None
-    if layout.dim == c.out_dim:
+    seen = Layout(1 - layout.dim, layout.segments) if turned else layout
+    if seen.dim == c.out_dim:
         return _column(call, c, name, layout)
-    return _row(call, c, layout, {name: layout}, role="row")
+    return _row(call, c, seen, {name: layout}, role="row")
+
+
+def _turned(weight: Weight) -> Weight:
+    """Describes a weight whose transpose is used."""
+    return replace(weight, in_dim=weight.out_dim, out_dim=weight.in_dim, shape=weight.shape[::-1])
 
 
 def _whole_weight(call: Call, c: _Contraction, given: Sharded | None) -> Rewrite | None:
@@ -153,7 +159,7 @@ def _addmm(call: Call) -> Rewrite | None:
 
 def _matmul(call: Call) -> Rewrite | None:
     value, weight = call.argument(0, "input"), call.argument(1, "other", call.kwargs.get("mat2"))
-    if call.parameter(weight) is None or len(call.shape(weight)) != 2 or len(call.shape(value)) < 2 or "out" in call.kwargs:
+    if call.weight(weight)[0] is None or len(call.shape(weight)) != 2 or len(call.shape(value)) < 2 or "out" in call.kwargs:
         return matmul(call) if call.split_operands() else None
     dim = len(call.shape(value)) - 1
     return _contract(call, _Contraction(value, weight, None, 0, 1, dim, (torch.matmul, (value, weight))))

@@ -84,6 +84,9 @@ def _attention(call: Call) -> Rewrite:
     mask = call.argument(3, "attn_mask")
     grouped = bool(call.argument(7, "enable_gqa", default=False))
     roles = [query, key, value]
+    alone = call.state(value)
+    if alone is not None and alone.dim == len(call.shape(value)) - 1 and not (call.state(query) or call.state(key)):
+        return Rewrite(call.all_outputs(alone), forks=False)  # every rank mixes its features by the weights of all
     split = [s for operand in roles if (s := call.state(operand)) is not None]
     if len({len(call.shape(operand)) for operand in roles}) > 1:
         raise NoRuleError("attends to values of different dimensions")
