@@ -20,7 +20,19 @@ from torch.nn import functional as F
 from lightning_mgpu.partition.program import Program
 from lightning_mgpu.partition.tensor.layout import Layout, shard, unshard
 
-__all__ = ["Collective", "Copy", "Forked", "Gather", "Group", "Reduce", "Slice", "VocabularyEmbedding", "add_bias", "joined"]
+__all__ = [
+    "Collective",
+    "Copy",
+    "Forked",
+    "Gather",
+    "Group",
+    "GroupedAttention",
+    "Reduce",
+    "Slice",
+    "VocabularyEmbedding",
+    "add_bias",
+    "joined",
+]
 
 _NOTHING = Layout(0, ())
 
@@ -133,6 +145,29 @@ class VocabularyEmbedding(Collective):
 
 
 @dataclass(frozen=True)
+class GroupedAttention(Collective):
+    """Attends with a rank's own heads to keys and values of fewer heads, which it has whole: it takes those of its groups.
+
+    Attributes:
+        dim: the dimension of the heads.
+        num_heads: heads of queries, over all ranks.
+        num_groups: heads of keys and values.
+    """
+
+    dim: int = 1
+    num_heads: int = 1
+    num_groups: int = 1
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        group = self.own_group
+        each = self.num_heads // group.size
+        heads = torch.arange(group.rank * each, (group.rank + 1) * each, device=key.device)
+        groups = heads // (self.num_heads // self.num_groups)
+        key, value = key.index_select(self.dim, groups), value.index_select(self.dim, groups)
+        return F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
+
+
+@dataclass(frozen=True)
 class Forked(Collective):
     """Makes a call that draws random numbers for a part: each rank its own, from a fork of the stream they share.
 
@@ -144,6 +179,10 @@ class Forked(Collective):
     @property
     def __name__(self) -> str:
         return f"forked {getattr(self.function, '__name__', self.function)}"
+
+    def of(self, group: Group) -> Self:
+        inner = self.function.of(group) if isinstance(self.function, Collective) else self.function
+        return replace(self, group=group, function=inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         seed = int(torch.randint(2**62, ()))

@@ -9,6 +9,7 @@ from lightning_mgpu.partition.tensor.collectives import (
     Copy,
     Forked,
     Gather,
+    GroupedAttention,
     Reduce,
     Slice,
     VocabularyEmbedding,
@@ -99,6 +100,18 @@ def test_forks_leave_the_shared_stream_where_it_was_for_all(double):
     (a, after_a), (b, after_b) = Ranks(2).run(run)
     assert not torch.equal(a, b)
     assert torch.equal(after_a, after_b)
+
+
+def test_heads_draw_for_themselves_in_grouped_attention(double):
+    k = torch.randn(1, 1, 4, 2)
+
+    def run(group):
+        query = torch.zeros(1, 2, 4, 2)
+        return Forked(None, GroupedAttention(None, 1, 4, 1)).of(group)(query, k, torch.ones_like(k), dropout_p=0.5)
+
+    a, b = Ranks(2).run(run)
+    assert a.shape == (1, 2, 4, 2)
+    assert len({str(head.tolist()) for head in (*a[0], *b[0])}) == 4
 
 
 def test_a_bias_is_added_in_the_dtype_of_the_value():

@@ -149,7 +149,10 @@ HEADS = {
     "attention to whole": lambda m, h: F.scaled_dot_product_attention(h, m.kv, m.kv * 2),
     "attention with a mask": lambda m, h: F.scaled_dot_product_attention(h, h, h, attn_mask=m.kv[:, :1, :, :1] > 0),
     "attention with a bias by head": lambda m, h: F.scaled_dot_product_attention(h, h, h, attn_mask=m.bias),
-    "attention of groups": lambda m, h: F.scaled_dot_product_attention(h, m.kv[:, :2], m.kv[:, 2:], enable_gqa=True),
+    "attention of whole groups": lambda m, h: F.scaled_dot_product_attention(h, m.kv[:, :2], m.kv[:, 2:], enable_gqa=True),
+    "attention of one group": lambda m, h: F.scaled_dot_product_attention(
+        h, m.kv[:, :1], m.kv[:, 3:], attn_mask=m.bias, enable_gqa=True
+    ),
     "scores": lambda m, h: (h @ h.mul(2).transpose(-1, -2) / 3).softmax(-1) @ m.kv,
     "added to a product": lambda m, h: torch.baddbmm(m.kv[0] @ m.kv[0].mT, h[0], h[1].mT),
     "einsum": lambda m, h: torch.einsum("bhqd,bhkd->bhqk", h, m.kv) * 2,
@@ -167,13 +170,14 @@ HEADS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("functions", _in_groups(HEADS))
-def test_heads_in_parts(functions, double):
+def test_heads_in_parts(functions, n, double):
     probe = Heads(functions, nn.Linear(6, 8), norm=nn.LayerNorm(2), rms=nn.RMSNorm(2), lin=nn.Linear(2, 3))
     probe.kv = nn.Parameter(torch.randn(2, 4, 3, 2))
     probe.bias = nn.Parameter(torch.randn(4, 3, 3))
     probe.proj = nn.Parameter(torch.randn(5, 4, 2))
-    _run(probe, torch.randn(2, 3, 6))
+    _run(probe, torch.randn(2, 3, 6), n)
 
 
 CHANNELS = {

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 from lightning_mgpu.partition.graph import Ref
 from lightning_mgpu.partition.tensor.call import Call, Rewrite
+from lightning_mgpu.partition.tensor.collectives import GroupedAttention
 from lightning_mgpu.partition.tensor.layout import Layout
 from lightning_mgpu.partition.tensor.sharded import NeedsCutsError, NoRuleError, Sharded
 
@@ -80,40 +82,54 @@ def _baddbmm(call: Call) -> Rewrite:
 
 def _attention(call: Call) -> Rewrite:
     """Attends with a rank's own heads; of whole keys, values and masks it takes the part that belongs to them."""
-    query, key, value = (call.argument(i, name) for i, name in enumerate(("query", "key", "value")))
-    mask = call.argument(3, "attn_mask")
-    grouped = bool(call.argument(7, "enable_gqa", default=False))
-    roles = [query, key, value]
+    query, key, value = roles = [call.argument(i, name) for i, name in enumerate(("query", "key", "value"))]
+    rank = len(call.shape(query))
     alone = call.state(value)
     if alone is not None and alone.dim == len(call.shape(value)) - 1 and not (call.state(query) or call.state(key)):
         return Rewrite(call.all_outputs(alone), forks=False)  # every rank mixes its features by the weights of all
-    split = [s for operand in roles if (s := call.state(operand)) is not None]
-    if len({len(call.shape(operand)) for operand in roles}) > 1:
-        raise NoRuleError("attends to values of different dimensions")
-    rank = len(call.shape(query))
-    dim = min((s.dim for s in split), default=rank)
-    others = [s for s in split if s.dim != dim or dim >= rank - 2 or len(s.segments) > 1]
-    if others or not split:
-        numbers = list(dict.fromkeys(str(call.shape(o)[rank - 3]) for o in (query, key))) if rank > 2 else ["no"]
-        reason = f"attends with {' to '.join(numbers)} heads, which do not divide by {call.n}"
-        raise NoRuleError(reason, frozenset().union(*(s.sources for s in others)))
-    sources: frozenset[str] = frozenset().union(*(s.sources for s in split))
-    rewrite = Rewrite(())
+    state = _heads(call, roles)
+    dim, heads = state.dim, call.shape(query)[state.dim]
+    rewrite = Rewrite(call.all_outputs(Sharded(dim, (heads,), state.sources, spans=False)))
+    grouped = bool(call.argument(7, "enable_gqa", default=False))
+    few = call.shape(key)[dim]
+    if grouped and call.state(key) is None and call.state(value) is None and few % call.n and heads % few == 0:
+        rewrite.target, rewrite.args = GroupedAttention(None, dim, heads, few), call.args
+        rewrite.kwargs = {name: given for name, given in call.kwargs.items() if name != "enable_gqa"}
+        roles = [query]
     for operand in roles:
         width = call.shape(operand)[dim]
         if call.state(operand) is None and width > 1:
-            if width % call.n or (width != split[0].width and not grouped):
-                raise NoRuleError(f"its {width} heads of keys and values do not divide by {call.n}")
+            if width % call.n or (width != state.width and not grouped):
+                raise NoRuleError(f"attends to {width} heads, which do not divide by {call.n}")
             rewrite.sliced[operand.register] = Layout(dim, (width,))
-    heads = Layout(dim, (call.shape(query)[dim],))
-    if isinstance(mask, Ref):
-        if call.state(mask) is not None:
-            raise NoRuleError("has a mask that is split over the ranks")
-        at = dim - rank + len(call.shape(mask))
-        if at >= 0 and call.shape(mask)[at] == heads.width:
-            rewrite.sliced[mask.register] = Layout(at, heads.segments)
-    rewrite.outputs = call.all_outputs(Sharded(dim, heads.segments, sources, spans=False))
+    _slice_mask(call, dim - rank, heads, rewrite)
     return rewrite
+
+
+def _heads(call: Call, roles: list[Ref]) -> Sharded:
+    """Returns how the operands of an attention are split, where that is along one dimension before the last two."""
+    split = [s for operand in roles if (s := call.state(operand)) is not None]
+    rank = len(call.shape(roles[0]))
+    if any(len(call.shape(operand)) != rank for operand in roles):
+        raise NoRuleError("attends to values of different dimensions")
+    dim = min((s.dim for s in split), default=rank)
+    others = [s for s in split if s.dim != dim or dim >= rank - 2 or len(s.segments) > 1]
+    if others or not split:
+        numbers = list(dict.fromkeys(str(call.shape(o)[rank - 3]) for o in roles[:2])) if rank > 2 else ["no"]
+        reason = f"attends with {' to '.join(numbers)} heads, which do not divide by {call.n}"
+        raise NoRuleError(reason, frozenset().union(*(s.sources for s in others)))
+    return replace(split[0], sources=frozenset().union(*(s.sources for s in split)))
+
+
+def _slice_mask(call: Call, place: int, heads: int, rewrite: Rewrite) -> None:
+    mask = call.argument(3, "attn_mask")
+    if not isinstance(mask, Ref):
+        return
+    if call.state(mask) is not None:
+        raise NoRuleError("has a mask that is split over the ranks")
+    dim = len(call.shape(mask)) + place
+    if dim >= 0 and call.shape(mask)[dim] == heads:
+        rewrite.sliced[mask.register] = Layout(dim, (heads,))
 
 
 def _einsum(call: Call) -> Rewrite:
