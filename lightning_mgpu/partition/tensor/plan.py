@@ -142,9 +142,9 @@ def plan(
 
 def remark_small_share(made: TensorPlan) -> None:
     """Warns where less than half of the parameters are split."""
-    if made.share >= _SMALL_SHARE:
-        return
     whole = [layer for layer in made.layers if layer.role == "whole"]
+    if made.share >= _SMALL_SHARE or not whole:
+        return
     largest = max(whole, key=lambda layer: layer.num_elements)
     total, local = (sum(getattr(layer, which) for layer in made.layers) for which in ("num_elements", "local_elements"))
     remark(
