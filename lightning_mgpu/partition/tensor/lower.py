@@ -172,7 +172,7 @@ class _Lowering:
         node = replace(node, flops=node.flops / self.plan.n, num_bytes=node.num_bytes // self.plan.n)
         args, kwargs = self._filled(node.args, fill), self._filled(node.kwargs, fill)
         if rewrite.reduce or rewrite.gather is not None:
-            self._finished(call, rewrite, replace(node, args=args, kwargs=kwargs))
+            self._finished(call, rewrite, replace(node, args=args, kwargs=kwargs), fill)
             return
         outputs = [
             None if r is None else self._output(r, state) for r, state in zip(node.outputs, rewrite.outputs, strict=True)
@@ -190,13 +190,11 @@ class _Lowering:
         call, fill = walked.call, {}
         later = None if rewrite.bias is None else rewrite.bias[0]
         for register in call.refs():
-            if register == later:
-                continue
-            state = call.state(register)
-            source = self.graph.sources.get(register)
             if register in walked.gathered:
                 fill[register] = self._made(Gather(None, walked.gathered[register].layout), register, call.node)
-            if state is not None or (source is not None and source.is_weight and source.name in rewrite.layouts):
+            source = self.graph.sources.get(register)
+            in_part = source is not None and source.is_weight and source.name in rewrite.layouts
+            if register == later or in_part or call.state(register) is not None:
                 continue
             if register in rewrite.sliced:
                 fill[register] = self._made(Slice(None, rewrite.sliced[register]), register, call.node, of=fill.get(register))
@@ -204,7 +202,7 @@ class _Lowering:
                 fill[register] = self._made(Copy(), register, call.node, of=fill.get(register))
         return fill
 
-    def _finished(self, call: Call, rewrite: Rewrite, node: Node) -> None:
+    def _finished(self, call: Call, rewrite: Rewrite, node: Node, fill: dict[int, int]) -> None:
         """Adds up, or puts together, what a call makes: its share is a value of its own."""
         (register,) = node.outputs
         assert register is not None
@@ -219,7 +217,7 @@ class _Lowering:
             steps.append((torch.mul, (rewrite.scale,)))
         if rewrite.bias is not None:
             bias, dim = rewrite.bias
-            steps.append((add_bias, (Ref(self._current(bias)), dim)))
+            steps.append((add_bias, (Ref(fill.get(bias, self._current(bias))), dim)))
         share = self._new(value, value.shape, None, register)
         self.sharded[share] = Layout(0, ())  # of the right shape, but no value by itself
         self._add(replace(node, outputs=(share,)))
@@ -233,7 +231,7 @@ class _Lowering:
         state = self.walk.states.get(register)
         if state is None:
             return self._current(register)
-        return self._made(Gather(None, state.layout), register, self.makers[self._current(register)])
+        return self._made(Gather(None, state.layout), register, self.makers.get(self._current(register), self.nodes[-1]))
 
     # -- registers -------------------------------------------------------------------------------------------------
 
