@@ -39,7 +39,7 @@ class Weight:
 class Decisions(Protocol):
     """Says how weights are split: by choice while a plan is made, by the plan afterwards."""
 
-    n: int
+    num_ranks: int
 
     def split(self, weight: Weight, given: Sharded | None) -> Layout | None:
         """Says how the weight of a contraction is split, given the state of its input along the contracted dimension."""
@@ -141,8 +141,8 @@ class Call:
     # -- operands --------------------------------------------------------------------------------------------------
 
     @property
-    def n(self) -> int:
-        return self.decisions.n
+    def num_ranks(self) -> int:
+        return self.decisions.num_ranks
 
     def refs(self) -> list[int]:
         """Lists the registers among the arguments, and those of a layer's own parameters and buffers."""

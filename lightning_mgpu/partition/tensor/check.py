@@ -55,7 +55,7 @@ def check_shapes(lowered: Recording, names: Names, plan: TensorPlan, rank: int) 
     Raises:
         PartitionError: where a call fails on parts, or makes another shape or dtype than the plan expects.
     """
-    check = _Check(lowered.graph, names, _Alone(rank, plan.n))
+    check = _Check(lowered.graph, names, _Alone(rank, plan.num_ranks))
     split = lowered.graph.sharded
     for node in lowered.graph.nodes:
         if isinstance(node.target, Collective) or not split.isdisjoint((*node.reads, *node.outputs)):

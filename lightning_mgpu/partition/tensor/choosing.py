@@ -20,7 +20,7 @@ class Choosing:
     """Holds the choices of the attempts so far; each attempt leaves fewer.
 
     Attributes:
-        n: number of ranks.
+        num_ranks: number of ranks.
         steering: what the user asked for.
         weights: the weights that calls asked about.
         refused: weights that stay whole, with the reason.
@@ -28,8 +28,8 @@ class Choosing:
         refused_inputs: inputs that can't be split, with the reason.
     """
 
-    def __init__(self, n: int, steering: Steering, gather_min: int) -> None:
-        self.n = n
+    def __init__(self, num_ranks: int, steering: Steering, gather_min: int) -> None:
+        self.num_ranks = num_ranks
         self.steering = steering
         self.gather_min = gather_min
         self.weights: dict[str, Weight] = {}
@@ -82,7 +82,7 @@ class Choosing:
             return Layout(weight.out_dim, self._segments(weight)) if role == "column" else Layout(weight.in_dim, given.segments)
         if role == "row":
             width = weight.shape[weight.in_dim]
-            if width % self.n:
+            if width % self.num_ranks:
                 raise self._indivisible(weight, role, f"{width} inputs", width)
             return Layout(weight.in_dim, (width,))
         return self._column(weight, role)
@@ -99,21 +99,21 @@ class Choosing:
             raise PartitionError(f'{self._asked(weight, role)}, but it is an embedding; ask for "vocabulary" or "whole"')
         if role is None and weight.shape[0] * weight.shape[1] < self.gather_min:
             raise _WholeError(f"fewer than {self.gather_min:,} elements")
-        if rows % self.n:
+        if rows % self.num_ranks:
             if role is not None:
                 raise self._indivisible(weight, role, f"{rows} rows", rows)
-            raise _WholeError(f"its {rows} rows do not divide by {self.n}")
+            raise _WholeError(f"its {rows} rows do not divide by {self.num_ranks}")
         return Layout(0, (rows,))
 
     def _column(self, weight: Weight, role: str | None) -> Layout:
         segments, width = self._segments(weight), weight.shape[weight.out_dim]
-        if all(size % self.n == 0 for size in segments):
+        if all(size % self.num_ranks == 0 for size in segments):
             return Layout(weight.out_dim, segments)
-        odd = next(size for size in segments if size % self.n)
+        odd = next(size for size in segments if size % self.num_ranks)
         what = f"{width} outputs" if len(segments) == 1 else f"segments of {odd} outputs"
         if role is not None:
             raise self._indivisible(weight, role, what, odd)
-        raise _WholeError(f"its {what} do not divide by {self.n}")
+        raise _WholeError(f"its {what} do not divide by {self.num_ranks}")
 
     def _segments(self, weight: Weight) -> tuple[int, ...]:
         width, cuts = weight.shape[weight.out_dim], self._cuts.get(weight.name, set())
@@ -141,9 +141,9 @@ class Choosing:
             known = self._cuts.get(name, set())
             wanted = known | {int(place * width) for place in needs.places}
             bounds = sorted(wanted | {0, width})
-            odd = next((b - a for a, b in itertools.pairwise(bounds) if (b - a) % self.n), None)
+            odd = next((b - a for a, b in itertools.pairwise(bounds) if (b - a) % self.num_ranks), None)
             if odd is not None or any((place * width).denominator != 1 for place in needs.places):
-                reason = f"takes apart {width} features into segments of {odd}, which do not divide by {self.n}"
+                reason = f"takes apart {width} features into segments of {odd}, which do not divide by {self.num_ranks}"
             elif wanted != known:
                 self._cuts[name], fresh = wanted, True
         return "" if fresh else reason
@@ -196,8 +196,8 @@ class Choosing:
         fitting = [k for k in range(2, min(size, 64) + 1) if size % k == 0]
         instead = f"or tensor_parallel_size {' or '.join(map(str, fitting[:4]))}" if fitting else ""
         return PartitionError(
-            f"{self._asked(weight, role)}, but its {what} do not divide by {self.n}; use a multiple of {self.n}, "
-            f"{instead or 'another tensor_parallel_size'}, or ask for 'whole'"
+            f"{self._asked(weight, role)}, but its {what} do not divide by {self.num_ranks}; "
+            f"use a multiple of {self.num_ranks}, {instead or 'another tensor_parallel_size'}, or ask for 'whole'"
         )
 
 

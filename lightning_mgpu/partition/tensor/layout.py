@@ -35,48 +35,48 @@ class Layout:
         """Size of the whole tensor along the dimension."""
         return sum(self.segments)
 
-    def is_even(self, n: int) -> bool:
-        """Says whether all of ``n`` ranks get the same number of elements."""
-        return all(size % n == 0 for size in self.segments)
+    def is_even(self, num_ranks: int) -> bool:
+        """Says whether all of ``num_ranks`` ranks get the same number of elements."""
+        return all(size % num_ranks == 0 for size in self.segments)
 
-    def pieces(self, rank: int, n: int) -> list[tuple[int, int]]:
-        """Lists the (start, length) of what a rank of ``n`` gets, in the whole tensor."""
+    def pieces(self, rank: int, num_ranks: int) -> list[tuple[int, int]]:
+        """Lists the (start, length) of what a rank of ``num_ranks`` gets, in the whole tensor."""
         found, begin = [], 0
         for size in self.segments:
-            start, length = _piece(size, rank, n)
+            start, length = _piece(size, rank, num_ranks)
             found.append((begin + start, length))
             begin += size
         return found
 
-    def local_width(self, rank: int, n: int) -> int:
-        """Returns the size along the dimension of what a rank of ``n`` gets."""
-        return sum(_piece(size, rank, n)[1] for size in self.segments)
+    def local_width(self, rank: int, num_ranks: int) -> int:
+        """Returns the size along the dimension of what a rank of ``num_ranks`` gets."""
+        return sum(_piece(size, rank, num_ranks)[1] for size in self.segments)
 
     def __str__(self) -> str:
         parts = f" in {len(self.segments)} segments" if len(self.segments) > 1 else ""
         return f"dim {self.dim}{parts}"
 
 
-def _piece(size: int, rank: int, n: int) -> tuple[int, int]:
-    each, more = divmod(size, n)
+def _piece(size: int, rank: int, num_ranks: int) -> tuple[int, int]:
+    each, more = divmod(size, num_ranks)
     return rank * each + min(rank, more), each + (rank < more)
 
 
-def local_shape(shape: Sequence[int], layout: Layout | None, rank: int, n: int) -> tuple[int, ...]:
-    """Returns the shape of what a rank of ``n`` gets of a tensor; all of it where there is no layout."""
+def local_shape(shape: Sequence[int], layout: Layout | None, rank: int, num_ranks: int) -> tuple[int, ...]:
+    """Returns the shape of what a rank of ``num_ranks`` gets of a tensor; all of it where there is no layout."""
     if layout is None:
         return tuple(shape)
-    return (*shape[: layout.dim], layout.local_width(rank, n), *shape[layout.dim + 1 :])
+    return (*shape[: layout.dim], layout.local_width(rank, num_ranks), *shape[layout.dim + 1 :])
 
 
-def shard(tensor: Tensor, layout: Layout | None, rank: int, n: int) -> Tensor:
+def shard(tensor: Tensor, layout: Layout | None, rank: int, num_ranks: int) -> Tensor:
     """Takes a rank's part of a whole tensor.
 
     Args:
         tensor: the parameter, gradient or state, whole.
         layout: its layout, or ``None`` for a tensor that every rank has whole.
         rank: the rank.
-        n: number of ranks.
+        num_ranks: number of ranks.
 
     Returns:
         The part, which may share the tensor's memory.
@@ -84,7 +84,7 @@ def shard(tensor: Tensor, layout: Layout | None, rank: int, n: int) -> Tensor:
     if layout is None:
         return tensor
     _check_width(tensor.shape, layout)
-    parts = [tensor.narrow(layout.dim, start, length) for start, length in layout.pieces(rank, n)]
+    parts = [tensor.narrow(layout.dim, start, length) for start, length in layout.pieces(rank, num_ranks)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, layout.dim)
 
 
@@ -100,13 +100,13 @@ def unshard(shards: Sequence[Tensor], layout: Layout | None) -> Tensor:
     """
     if layout is None:
         return shards[0]
-    n = len(shards)
-    if n == 1:
+    num_ranks = len(shards)
+    if num_ranks == 1:
         return shards[0]
-    parts, begins = [], [0] * n
+    parts, begins = [], [0] * num_ranks
     for size in layout.segments:
         for rank, part in enumerate(shards):
-            length = _piece(size, rank, n)[1]
+            length = _piece(size, rank, num_ranks)[1]
             parts.append(part.narrow(layout.dim, begins[rank], length))
             begins[rank] += length
     return torch.cat(parts, layout.dim)

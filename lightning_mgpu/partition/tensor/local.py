@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,10 +27,16 @@ def local_leaf(module: nn.Module, path: str, find: Callable[[str], Tensor]) -> A
     """
     local = module.__new__(type(module))
     local.__dict__.update(module.__dict__)
-    local._parameters = {n: None if p is None else find(f"{path}.{n}") for n, p in module._parameters.items()}  # type: ignore[misc]
-    local._buffers = {n: None if b is None else find(f"{path}.{n}") for n, b in module._buffers.items()}
-    local._modules = {n: None if m is None else local_leaf(m, f"{path}.{n}", find) for n, m in module._modules.items()}
+    local._parameters = _found(module._parameters, path, find)
+    local._buffers = _found(module._buffers, path, find)
+    local._modules = {
+        key: None if child is None else local_leaf(child, f"{path}.{key}", find) for key, child in module._modules.items()
+    }
     return local
+
+
+def _found(registry: Mapping[str, Tensor | None], path: str, find: Callable[[str], Tensor]) -> dict[str, Any]:
+    return {key: None if tensor is None else find(f"{path}.{key}") for key, tensor in registry.items()}
 
 
 def local_tensors(names: Names, plan: TensorPlan, rank: int) -> dict[str, Tensor]:
@@ -38,7 +44,7 @@ def local_tensors(names: Names, plan: TensorPlan, rank: int) -> dict[str, Tensor
     found: dict[str, Tensor] = {}
     for name, kind in names.kinds.items():
         whole = names.current(name)
-        part = shard(whole.detach(), plan.layouts.get(name), rank, plan.n).clone()
+        part = shard(whole.detach(), plan.layouts.get(name), rank, plan.num_ranks).clone()
         found[name] = nn.Parameter(part, requires_grad=whole.requires_grad) if kind == "parameter" else part
     return found
 

@@ -58,7 +58,7 @@ class _Chosen:
 
     def __init__(self, plan: TensorPlan) -> None:
         self.plan = plan
-        self.n = plan.n
+        self.num_ranks = plan.num_ranks
 
     def split(self, weight: Weight, given: Sharded | None) -> Layout | None:  # noqa: ARG002 - chosen already
         return self.plan.layouts.get(weight.name)
@@ -106,8 +106,8 @@ class _Lowering:
         if not chosen or any(r in call.node.mutates for r in chosen):
             reason = "needs another segmentation" if isinstance(error, NeedsCutsError) else error
             raise PartitionError(
-                f"{call.node} can't be carried out under the tensor-parallel plan of {self.plan.n} ranks: it {reason}; ask for "
-                "'whole' of the layers before it"
+                f"{call.node} can't be carried out under the tensor-parallel plan of {self.plan.num_ranks} ranks: "
+                f"it {reason}; ask for 'whole' of the layers before it"
             )
         return chosen
 
@@ -169,7 +169,7 @@ class _Lowering:
             node = self._as_function(call, node) if node.is_module else node
             assert not isinstance(node.target, str)
             node = replace(node, target=Forked(None, node.target))
-        node = replace(node, flops=node.flops / self.plan.n, num_bytes=node.num_bytes // self.plan.n)
+        node = replace(node, flops=node.flops / self.plan.num_ranks, num_bytes=node.num_bytes // self.plan.num_ranks)
         args, kwargs = self._filled(node.args, fill), self._filled(node.kwargs, fill)
         if rewrite.reduce or rewrite.gather is not None:
             self._finished(call, rewrite, replace(node, args=args, kwargs=kwargs), fill)
@@ -208,7 +208,9 @@ class _Lowering:
         assert register is not None
         value, near = self.values[register], call.node
         if rewrite.gather is not None:
-            part = self._new(value, local_shape(value.shape, rewrite.gather, self.rank, self.plan.n), rewrite.gather, register)
+            part = self._new(
+                value, local_shape(value.shape, rewrite.gather, self.rank, self.plan.num_ranks), rewrite.gather, register
+            )
             self._add(replace(node, outputs=(part,)))
             self._call(Gather(None, rewrite.gather), (Ref(part),), self._output(register, None), near)
             return
@@ -251,7 +253,9 @@ class _Lowering:
             value = self.graph.values[register]
             layout = target.layout if isinstance(target, Slice) else None
             shares = not isinstance(target, Gather)
-            made = self._new(value, local_shape(value.shape, layout, self.rank, self.plan.n), layout, register, shares=shares)
+            made = self._new(
+                value, local_shape(value.shape, layout, self.rank, self.plan.num_ranks), layout, register, shares=shares
+            )
             self.values[made].requires_grad = value.requires_grad and near.ambient.grad
             self._call(target, (Ref(source),), made, near)
             self.ready[key] = made
@@ -283,7 +287,7 @@ class _Lowering:
         self.values[register].shape = self._shape(register, layout)
 
     def _shape(self, register: int, layout: Layout | None) -> tuple[int, ...]:
-        return local_shape(self.graph.values[register].shape, layout, self.rank, self.plan.n)
+        return local_shape(self.graph.values[register].shape, layout, self.rank, self.plan.num_ranks)
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 

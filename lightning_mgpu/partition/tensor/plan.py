@@ -38,6 +38,7 @@ class Layer:
         role: ``column``, ``row``, ``vocabulary``, ``with its channels`` or ``whole``.
         layout: layout of its largest parameter.
         num_elements: elements of its parameters.
+        num_split: elements of those that are split.
         local_elements: elements of them that a rank holds, the first one.
         reason: why it is whole, or why its result is put together.
     """
@@ -47,6 +48,7 @@ class Layer:
     role: str
     layout: Layout | None
     num_elements: int
+    num_split: int
     local_elements: int
     reason: str
 
@@ -56,7 +58,7 @@ class TensorPlan:
     """Is the plan for one module: fixed once made, whatever is recorded later.
 
     Attributes:
-        n: number of ranks.
+        num_ranks: number of ranks.
         layouts: layout of each parameter and buffer that is split, by canonical name; all others are whole.
         gathered: names of weights of column layers whose results are put together at once.
         inputs: layouts of arguments that are split, by their position among the tensors.
@@ -66,7 +68,7 @@ class TensorPlan:
         roles: what became of each call of the recording that works on parts, by its index.
     """
 
-    n: int
+    num_ranks: int
     layouts: Mapping[str, Layout]
     gathered: frozenset[str] = frozenset()
     inputs: Mapping[int, Layout] = field(default_factory=dict)
@@ -77,21 +79,18 @@ class TensorPlan:
 
     def local_shape(self, name: str, rank: int) -> tuple[int, ...]:
         """Returns the shape of what a rank holds of a parameter or buffer."""
-        return local_shape(self.shapes[name], self.layouts.get(name), rank, self.n)
+        return local_shape(self.shapes[name], self.layouts.get(name), rank, self.num_ranks)
 
     @property
     def share(self) -> float:
         """Share of the parameters that are split, by elements."""
-        whole = sum(layer.num_elements for layer in self.layers)
-        # what stays on a rank is the whole part and its piece of the rest: local = whole * (1 - share) + whole * share / n
-        local = sum(layer.local_elements for layer in self.layers)
-        return 0.0 if whole == 0 or self.n == 1 else (whole - local) / whole / (1 - 1 / self.n)
+        return sum(layer.num_split for layer in self.layers) / max(sum(layer.num_elements for layer in self.layers), 1)
 
     def joined(self, other: TensorPlan) -> TensorPlan:
         """Returns the plan for the modules of both; what both know is as it is here."""
         return replace(
             self,
-            layouts={**{n: x for n, x in other.layouts.items() if n not in self.shapes}, **self.layouts},
+            layouts={**{name: x for name, x in other.layouts.items() if name not in self.shapes}, **self.layouts},
             gathered=self.gathered | {name for name in other.gathered if name not in self.shapes},
             shapes={**other.shapes, **self.shapes},
             layers=(*self.layers, *(layer for layer in other.layers if layer.path not in {own.path for own in self.layers})),
@@ -101,7 +100,7 @@ class TensorPlan:
 def plan(
     graph: Graph,
     names: Names,
-    n: int,
+    num_ranks: int,
     *,
     path: str = "",
     steering: Mapping[str, str] | None = None,
@@ -113,7 +112,7 @@ def plan(
     Args:
         graph: the recording, with attention opened (`opened_attention`).
         names: names below the root.
-        n: number of ranks.
+        num_ranks: number of ranks.
         path: path of the recorded module.
         steering: role by pattern of layer names, as ``{"blocks.*.fc": "column", "head": "whole"}``; of several patterns that
             match, the last counts. Layers that none matches are planned by themselves.
@@ -126,7 +125,7 @@ def plan(
     Raises:
         PartitionError: where a pattern matches no layer, a layer can't be split as it asks, or no input can be split.
     """
-    choosing = Choosing(n, Steering(steering or {}, names), gather_min)
+    choosing = Choosing(num_ranks, Steering(steering or {}, names), gather_min)
     wide = _wide_inputs(graph) if split_inputs else {}
     found = Search(graph, names, choosing, wide).run()
     if split_inputs and not found.inputs:
@@ -135,7 +134,7 @@ def plan(
     choosing.steering.check_matches(choosing.weights)
     shapes = {name: tuple(names.tensors[name].shape) for name in names.tensor_names(names.module_at[path])}
     made = TensorPlan(
-        n, found.layouts, frozenset(choosing.gathered), found.inputs, shapes, states=found.states, roles=found.roles
+        num_ranks, found.layouts, frozenset(choosing.gathered), found.inputs, shapes, states=found.states, roles=found.roles
     )
     return replace(made, layers=tuple(_layers(made, names, found, choosing)))
 
@@ -148,8 +147,8 @@ def remark_small_share(made: TensorPlan) -> None:
     largest = max(whole, key=lambda layer: layer.num_elements)
     total, local = (sum(getattr(layer, which) for layer in made.layers) for which in ("num_elements", "local_elements"))
     remark(
-        f"tensor parallelism over {made.n} ranks splits {made.share:.0%} of the parameters, so that a rank holds {local:,} of "
-        f"{total:,}; the largest layer left whole is {largest.path or largest.kind!r}: {largest.reason}"
+        f"tensor parallelism over {made.num_ranks} ranks splits {made.share:.0%} of the parameters, so that a rank "
+        f"holds {local:,} of {total:,}; the largest layer left whole is {largest.path or largest.kind!r}: {largest.reason}"
     )
 
 
@@ -178,6 +177,7 @@ def _layers(made: TensorPlan, names: Names, found: Found, choosing: Choosing) ->
             found.parameter_roles.get(main, "whole"),
             made.layouts.get(main),
             sum(math.prod(made.shapes[name]) for name in parameters),
+            sum(math.prod(made.shapes[name]) for name in split),
             sum(math.prod(made.local_shape(name, 0)) for name in parameters),
             f"put together, since {gathered}" if gathered else whole,
         )

@@ -41,7 +41,7 @@ def groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[Range, Range]]:
     return found
 
 
-def place(segments: Sequence[int], dims: Sequence[int], n: int) -> tuple[int, tuple[int, ...]] | None:
+def place(segments: Sequence[int], dims: Sequence[int], num_ranks: int) -> tuple[int, tuple[int, ...]] | None:
     """Finds the dimension that is dealt out when a dimension becomes several.
 
     ``(96,)`` into ``(4, 24)`` for two ranks deals out the 4 heads; ``(32, 32, 32)`` into ``(3, 2, 16)`` the 2 heads of each.
@@ -49,7 +49,7 @@ def place(segments: Sequence[int], dims: Sequence[int], n: int) -> tuple[int, tu
     Args:
         segments: the segments of the dimension.
         dims: what it becomes.
-        n: number of ranks.
+        num_ranks: number of ranks.
 
     Returns:
         The index among ``dims`` and the segments along it, or ``None`` where none divides.
@@ -59,10 +59,10 @@ def place(segments: Sequence[int], dims: Sequence[int], n: int) -> tuple[int, tu
     trailing = math.prod(dims[1:])
     if all(size % trailing == 0 for size in segments):
         scaled = tuple(size // trailing for size in segments)
-        if all(size % n == 0 for size in scaled):
+        if all(size % num_ranks == 0 for size in scaled):
             return 0, scaled
     period, rest = divmod(len(segments), dims[0])
     if rest == 0 and sum(segments[:period]) == trailing and tuple(segments) == tuple(segments[:period]) * dims[0]:
-        inner = place(segments[:period], dims[1:], n)
+        inner = place(segments[:period], dims[1:], num_ranks)
         return None if inner is None else (inner[0] + 1, inner[1])
     return None

@@ -54,7 +54,7 @@ class Search:
         self.names = names
         self.choosing = choosing
         self.wide = wide
-        self.n = choosing.n
+        self.num_ranks = choosing.num_ranks
         self.asked_at: dict[str, int] = {}  # where the walk has to begin again when a weight is decided otherwise
 
     def run(self) -> Found:

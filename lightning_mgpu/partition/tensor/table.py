@@ -29,7 +29,9 @@ def table(plan: TensorPlan) -> str:
     widths = [max(map(len, column)) for column in zip(_HEAD, *rows, strict=True)]
     lines = [_line(row, widths) for row in (_HEAD, *rows)]
     total, local = (sum(getattr(layer, name) for layer in plan.layers) for name in ("num_elements", "local_elements"))
-    return "\n".join([*lines, f"each of {plan.n} ranks holds {local:,} of {total:,} elements; {plan.share:.0%} are split"])
+    return "\n".join(
+        [*lines, f"each of {plan.num_ranks} ranks holds {local:,} of {total:,} elements; {plan.share:.0%} are split"]
+    )
 
 
 def _key(layer: Layer) -> tuple[str, ...]:

@@ -30,21 +30,21 @@ TOLERANCE = 5e-6
 
 
 class Lowered:
-    """Is a module split over ``n`` ranks.
+    """Is a module split over ``num_ranks`` ranks.
 
     Args:
         module: the module, which stays as it is.
-        n: number of ranks.
+        num_ranks: number of ranks.
         args: arguments of the call that the plan is made from; a dict at the end holds keyword arguments.
         options: of the plan.
     """
 
-    def __init__(self, module: nn.Module, n: int, *args: Any, **options: Any) -> None:
+    def __init__(self, module: nn.Module, num_ranks: int, *args: Any, **options: Any) -> None:
         self.module = module
-        self.n = n
+        self.num_ranks = num_ranks
         self.names = Names(module)
         self.recorder = Recorder(self.names, opened_attention)
-        self.plan: TensorPlan = plan(self.record(*args).graph, self.names, n, **options)
+        self.plan: TensorPlan = plan(self.record(*args).graph, self.names, num_ranks, **options)
 
     def record(self, *args: Any) -> Recording:
         args, kwargs = _taken_apart(args)
@@ -58,9 +58,9 @@ class Lowered:
         known = len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True))
         recording = self.recording if known else self.record(*args)
         layouts = (*self.plan.layouts.values(), *self.plan.inputs.values())
-        ranks = [0] if all(layout.is_even(self.n) for layout in layouts) else range(self.n)
+        ranks = [0] if all(layout.is_even(self.num_ranks) for layout in layouts) else range(self.num_ranks)
         found = [lower(recording, self.names, self.plan, rank) for rank in ranks]
-        return found * self.n if len(found) < self.n else found
+        return found * self.num_ranks if len(found) < self.num_ranks else found
 
     def run(self, *args: Any, loss: Callable[[Any], Tensor] = weighted_sum, seed: int = 3) -> list[Outcome]:
         """Runs forward and backward on all ranks."""
@@ -80,7 +80,7 @@ class Lowered:
             store = LocalStore(self.names, local_tensors(self.names, self.plan, group.rank))
             own = {}
             for register, tensor in zip(graph.inputs, inputs, strict=True):
-                part = shard(tensor.detach(), layouts[register], group.rank, self.n)
+                part = shard(tensor.detach(), layouts[register], group.rank, self.num_ranks)
                 own[register] = part.clone().requires_grad_(tensor.requires_grad)
             environment = joined(copied(program), group).run(dict(own), store)
             leaves = [environment[x.register] if isinstance(x, Ref) else x for x in graph.outputs]
@@ -91,7 +91,7 @@ class Lowered:
             state = torch.get_rng_state()
             return Outcome(result, store, [t.grad for t in own.values()], state)
 
-        return Ranks(self.n).run(on_rank)
+        return Ranks(self.num_ranks).run(on_rank)
 
     # -- comparing -------------------------------------------------------------------------------------------------
 

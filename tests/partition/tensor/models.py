@@ -60,7 +60,7 @@ class GroupedQueries(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(x).split([n * self.size for n in self.sizes], dim=-1)
+        parts = self.qkv(x).split([count * self.size for count in self.sizes], dim=-1)
         q, k, v = (p.view(*x.shape[:2], -1, self.size).transpose(1, 2) for p in parts)
         times = self.sizes[0] // self.sizes[1]
         k, v = (t.repeat_interleave(times, dim=1) for t in (k, v))
@@ -73,7 +73,7 @@ class Bottleneck(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2))
-        self.blocks = nn.ModuleList(ResidualBlock(norm) for norm in (nn.BatchNorm2d, lambda n: nn.GroupNorm(4, n)))
+        self.blocks = nn.ModuleList(ResidualBlock(norm) for norm in (nn.BatchNorm2d, lambda width: nn.GroupNorm(4, width)))
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.head = nn.Linear(8, 5)
 

@@ -25,8 +25,8 @@ def _gradient(value, wanted):
     return torch.autograd.grad(value, wanted, create_graph=True)[0]
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_copies_add_their_gradients_up(n, double):
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_copies_add_their_gradients_up(num_ranks, double):
     x = torch.randn(3)
 
     def run(group):
@@ -35,8 +35,8 @@ def test_copies_add_their_gradients_up(n, double):
         first = _gradient(value, own)
         return first, _gradient(first.sum(), own)
 
-    total = sum(range(1, n + 1))
-    for first, second in Ranks(n).run(run):
+    total = sum(range(1, num_ranks + 1))
+    for first, second in Ranks(num_ranks).run(run):
         torch.testing.assert_close(first, 3 * x**2 * total)
         torch.testing.assert_close(second, 6 * x * total)
 
@@ -54,9 +54,9 @@ def test_a_sum_hands_its_gradient_to_every_share(double):
         torch.testing.assert_close(gradient, torch.full((3,), 2.0))
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_parts_are_taken_and_put_together(layout, n, double):
+def test_parts_are_taken_and_put_together(layout, num_ranks, double):
     x, weights = torch.randn(7, 8), torch.randn(7, 8)
 
     def run(group):
@@ -66,8 +66,8 @@ def test_parts_are_taken_and_put_together(layout, n, double):
         gradient = _gradient((whole**2 * weights).sum(), own)
         return part, whole, gradient, _gradient(gradient.sum(), own)
 
-    for rank, (part, whole, gradient, second) in enumerate(Ranks(n).run(run)):
-        assert torch.equal(part, shard(x, layout, rank, n))
+    for rank, (part, whole, gradient, second) in enumerate(Ranks(num_ranks).run(run)):
+        assert torch.equal(part, shard(x, layout, rank, num_ranks))
         assert torch.equal(whole, x * 2)
         torch.testing.assert_close(gradient, 8 * x * weights)
         torch.testing.assert_close(second, 8 * weights)

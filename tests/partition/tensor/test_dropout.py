@@ -21,8 +21,8 @@ class Dropped(nn.Module):
         return self.outer(self.proj(parts)), parts
 
 
-def _runs(module, x, n, seed=3):
-    return Lowered(module, n, x, steering={"fc": "column"}).run(x, seed=seed)
+def _runs(module, x, num_ranks, seed=3):
+    return Lowered(module, num_ranks, x, steering={"fc": "column"}).run(x, seed=seed)
 
 
 def test_parts_are_dropped_independently_and_wholes_alike(double):

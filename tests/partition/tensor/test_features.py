@@ -27,11 +27,11 @@ class Wide(nn.Module):
         return self.fc3(F.relu(self.fc2(h)))
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("width", [64, 2001])
-def test_each_rank_needs_only_its_columns(width, n, double):
+def test_each_rank_needs_only_its_columns(width, num_ranks, double):
     x = torch.randn(4, width)
-    lowered = Lowered(Wide(width), n, x, split_inputs=True)
+    lowered = Lowered(Wide(width), num_ranks, x, split_inputs=True)
 
     assert lowered.plan.inputs == {0: Layout(1, (width,))}
     assert roles(lowered.plan) == {"": "whole", "norm": "whole", "fc1": "row", "fc2": "column", "fc3": "row"}

@@ -77,11 +77,11 @@ class Modes(nn.Module):
 WAYS = [name for name in vars(Modes) if name not in ("forward", "changed_in_place") and name[0] != "_"]
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("way", WAYS)
-def test_another_call_under_the_plan(way, n, double):
+def test_another_call_under_the_plan(way, num_ranks, double):
     x = torch.randn(2, 3, 6).requires_grad_()
-    lowered = Lowered(Modes(), n, x, gather_min=16)
+    lowered = Lowered(Modes(), num_ranks, x, gather_min=16)
 
     assert set(lowered.plan.layouts) >= {"fc.weight", "proj.weight", "conv.weight", "norm.running_mean", "slope.weight"}
     assert roles(lowered.plan)["words"] == "vocabulary"

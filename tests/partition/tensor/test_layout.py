@@ -6,16 +6,18 @@ import torch
 from lightning_mgpu.partition.tensor.layout import Layout, local_shape, shard, unshard
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "layout", [None, Layout(0, (12,)), Layout(1, (24,)), Layout(1, (8, 8, 8)), Layout(1, (16, 4, 4)), Layout(0, (11, 1))]
 )
-def test_parts_make_the_whole_again(layout, n):
+def test_parts_make_the_whole_again(layout, num_ranks):
     whole = torch.arange(12 * 24.0).view(12, 24)
-    parts = [shard(whole, layout, rank, n) for rank in range(n)]
+    parts = [shard(whole, layout, rank, num_ranks) for rank in range(num_ranks)]
 
     assert torch.equal(unshard(parts, layout), whole)
-    assert [tuple(part.shape) for part in parts] == [local_shape(whole.shape, layout, rank, n) for rank in range(n)]
+    assert [tuple(part.shape) for part in parts] == [
+        local_shape(whole.shape, layout, rank, num_ranks) for rank in range(num_ranks)
+    ]
 
 
 def test_each_segment_is_dealt_by_itself():

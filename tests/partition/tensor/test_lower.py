@@ -106,5 +106,8 @@ def test_every_rank_of_an_even_plan_has_the_same_graph():
     from lightning_mgpu.partition.tensor.lower import lower
 
     graphs = [lower(lowered.recording, lowered.names, lowered.plan, rank).graph for rank in range(4)]
-    described = [[(n.target, str(n.args), n.outputs, n.reads) for n in g.nodes] + [v.shape for v in g.values] for g in graphs]
+    described = [
+        [(node.target, str(node.args), node.outputs, node.reads) for node in g.nodes] + [v.shape for v in g.values]
+        for g in graphs
+    ]
     assert all(other == described[0] for other in described)

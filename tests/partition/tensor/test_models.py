@@ -80,14 +80,14 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_in_parts_is_the_model(name, n, double):
+def test_a_model_in_parts_is_the_model(name, num_ranks, double):
     module, arguments, options, shares = MODELS[name]
-    lowered = Lowered(module(), n, *arguments(), **options)
+    lowered = Lowered(module(), num_ranks, *arguments(), **options)
     tolerance = SINGLE if name in ("llama", "t5") else TOLERANCE
 
-    assert round(lowered.plan.share, 2) == shares[n // 4], roles(lowered.plan)
+    assert round(lowered.plan.share, 2) == shares[num_ranks // 4], roles(lowered.plan)
     lowered.compare(*arguments(), tolerance=tolerance)
 
 

@@ -33,9 +33,9 @@ class Forward(nn.Module):
         return self.function(self, *args)
 
 
-def _plan(module, *args, n=2, **options):
+def _plan(module, *args, num_ranks=2, **options):
     names = Names(module)
-    return plan(Recorder(names, opened_attention).record(module, args, {}).graph, names, n, **options)
+    return plan(Recorder(names, opened_attention).record(module, args, {}).graph, names, num_ranks, **options)
 
 
 def _mlp():
@@ -69,7 +69,7 @@ def test_the_table_of_a_gpt():
 
 
 def test_the_table_of_a_cnn_over_four_ranks():
-    assert table(_plan(CNN(), torch.randn(2, 1, 28, 28), n=4)) == (
+    assert table(_plan(CNN(), torch.randn(2, 1, 28, 28), num_ranks=4)) == (
         "layer  kind    role    split  elements  per rank  why\n"
         "conv1  Conv2d  whole               260       260  its 10 outputs do not divide by 4\n"
         "conv2  Conv2d  column  dim 0     5,020     1,255\n"
@@ -132,7 +132,7 @@ def test_small_embeddings_stay_whole():
 
     assert _reason(_plan(model, torch.tensor([1])), "words") == "fewer than 65,536 elements"
     assert roles(_plan(model, torch.tensor([1]), gather_min=32)) == {"words": "vocabulary"}
-    assert _reason(_plan(model, torch.tensor([1]), n=3, gather_min=32), "words") == "its 8 rows do not divide by 3"
+    assert _reason(_plan(model, torch.tensor([1]), num_ranks=3, gather_min=32), "words") == "its 8 rows do not divide by 3"
 
 
 # -- steering -------------------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ REFUSED = {
 def test_what_can_not_be_is_refused(name):
     steering, text = REFUSED[name]
     with pytest.raises(PartitionError, match=re.escape(text)):
-        _plan(_mlp(), torch.randn(3, 6), n=3, steering=steering)
+        _plan(_mlp(), torch.randn(3, 6), num_ranks=3, steering=steering)
 
 
 def test_a_layer_that_is_used_as_a_value_can_not_be_asked_for():

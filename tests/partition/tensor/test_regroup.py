@@ -34,5 +34,5 @@ def test_dimensions_that_belong_together(old, new, expected):
         ((3, 3), (2, 3), 2, None),
     ],
 )
-def test_the_dimension_that_is_dealt_out(segments, dims, n, expected):
-    assert place(segments, dims, n) == expected
+def test_the_dimension_that_is_dealt_out(segments, dims, num_ranks, expected):
+    assert place(segments, dims, num_ranks) == expected

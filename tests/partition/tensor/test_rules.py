@@ -39,8 +39,8 @@ class Heads(Probe):
         return h.view(2, 3, 4, 2).transpose(1, 2)
 
 
-def _run(probe, x, n=2, split=True):
-    lowered = Lowered(probe, n, x, steering={"a": "column"}, gather_min=1 << 30)
+def _run(probe, x, num_ranks=2, split=True):
+    lowered = Lowered(probe, num_ranks, x, steering={"a": "column"}, gather_min=1 << 30)
     assert (lowered.plan.gathered == frozenset()) == split, lowered.plan.layers[0].reason
     lowered.compare(x, tolerance=TOLERANCE)
     return lowered
@@ -128,7 +128,7 @@ FEATURES = {
 def _in_groups(functions, size=8, alone=("split unequally",)):
     names = [name for name in functions if name not in alone]
     groups = [names[i : i + size] for i in range(0, len(names), size)] + [[name] for name in alone if name in functions]
-    return [pytest.param({n: functions[n] for n in group}, id=", ".join(group)) for group in groups]
+    return [pytest.param({name: functions[name] for name in group}, id=", ".join(group)) for group in groups]
 
 
 def _without_gradient(value):
@@ -170,14 +170,14 @@ HEADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("functions", _in_groups(HEADS))
-def test_heads_in_parts(functions, n, double):
+def test_heads_in_parts(functions, num_ranks, double):
     probe = Heads(functions, nn.Linear(6, 8), norm=nn.LayerNorm(2), rms=nn.RMSNorm(2), lin=nn.Linear(2, 3))
     probe.kv = nn.Parameter(torch.randn(2, 4, 3, 2))
     probe.bias = nn.Parameter(torch.randn(4, 3, 3))
     probe.proj = nn.Parameter(torch.randn(5, 4, 2))
-    _run(probe, torch.randn(2, 3, 6), n)
+    _run(probe, torch.randn(2, 3, 6), num_ranks)
 
 
 CHANNELS = {
@@ -200,9 +200,9 @@ CHANNELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("functions", _in_groups(CHANNELS))
-def test_channels_in_parts(functions, n, double):
+def test_channels_in_parts(functions, num_ranks, double):
     layers = {
         "bn": nn.BatchNorm2d(8), "bn_total": nn.BatchNorm2d(8, momentum=None), "gn": nn.GroupNorm(4, 8),
         "inorm": nn.InstanceNorm2d(8, affine=True, track_running_stats=True), "up": nn.Upsample(scale_factor=2),
@@ -212,7 +212,7 @@ def test_channels_in_parts(functions, n, double):
     probe = Probe(functions, nn.Conv2d(3, 8, 3), **layers)
     probe.register_buffer("mean", torch.randn(8))
     probe.register_buffer("var", torch.rand(8))
-    _run(probe, torch.randn(2, 3, 8, 8), n)
+    _run(probe, torch.randn(2, 3, 8, 8), num_ranks)
 
 
 WHOLE = {

@@ -69,17 +69,19 @@ class Staged(Lowered):
                     arriving = run.backward(i, arriving, retain=False, accumulate=True)
             return Outcome(torch.cat(results), store, [], torch.get_rng_state())
 
-        return Ranks(self.n).run(on_rank)
+        return Ranks(self.num_ranks).run(on_rank)
 
 
-@pytest.mark.parametrize(("model", "n", "num_stages"), [(TiedGpt, 2, 2), (TiedGpt, 2, 4), (TiedGpt, 4, 2), (Bottleneck, 2, 2)])
-def test_stages_of_parts_are_the_module(model, n, num_stages, double):
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "num_stages"), [(TiedGpt, 2, 2), (TiedGpt, 2, 4), (TiedGpt, 4, 2), (Bottleneck, 2, 2)]
+)
+def test_stages_of_parts_are_the_module(model, num_ranks, num_stages, double):
     module = model()
     x = torch.randint(24, (6, 5)) if model is TiedGpt else torch.randn(6, 3, 8, 8)
     for norm in module.modules():
         if isinstance(norm, nn.BatchNorm2d):
             norm.eval()  # in training it would normalise each microbatch by itself
-    staged = Staged(module, n, x, gather_min=256)
+    staged = Staged(module, num_ranks, x, gather_min=256)
     stages = staged.cut(x, num_stages)
 
     whole = copy.deepcopy(module)

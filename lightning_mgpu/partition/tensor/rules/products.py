@@ -92,15 +92,15 @@ def _attention(call: Call) -> Rewrite:
     rewrite = Rewrite(call.all_outputs(Sharded(dim, (heads,), state.sources, spans=False)))
     grouped = bool(call.argument(7, "enable_gqa", default=False))
     few = call.shape(key)[dim]
-    if grouped and call.state(key) is None and call.state(value) is None and few % call.n and heads % few == 0:
+    if grouped and call.state(key) is None and call.state(value) is None and few % call.num_ranks and heads % few == 0:
         rewrite.target, rewrite.args = GroupedAttention(None, dim, heads, few), call.args
         rewrite.kwargs = {name: given for name, given in call.kwargs.items() if name != "enable_gqa"}
         roles = [query]
     for operand in roles:
         width = call.shape(operand)[dim]
         if call.state(operand) is None and width > 1:
-            if width % call.n or (width != state.width and not grouped):
-                raise NoRuleError(f"attends to {width} heads, which do not divide by {call.n}")
+            if width % call.num_ranks or (width != state.width and not grouped):
+                raise NoRuleError(f"attends to {width} heads, which do not divide by {call.num_ranks}")
             rewrite.sliced[operand.register] = Layout(dim, (width,))
     _slice_mask(call, dim - rank, heads, rewrite)
     return rewrite
@@ -116,7 +116,7 @@ def _heads(call: Call, roles: list[Ref]) -> Sharded:
     others = [s for s in split if s.dim != dim or dim >= rank - 2 or len(s.segments) > 1]
     if others or not split:
         numbers = list(dict.fromkeys(str(call.shape(o)[rank - 3]) for o in roles[:2])) if rank > 2 else ["no"]
-        reason = f"attends with {' to '.join(numbers)} heads, which do not divide by {call.n}"
+        reason = f"attends with {' to '.join(numbers)} heads, which do not divide by {call.num_ranks}"
         raise NoRuleError(reason, frozenset().union(*(s.sources for s in others)))
     return replace(split[0], sources=frozenset().union(*(s.sources for s in split)))
 

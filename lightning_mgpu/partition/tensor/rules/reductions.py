@@ -131,9 +131,9 @@ def _group_norm(call: Call) -> Rewrite:
     value, num_groups = call.argument(0, "input"), call.argument(1, "num_groups")
     weight, bias, eps = call.argument(2, "weight"), call.argument(3, "bias"), call.argument(4, "eps", 1e-5)
     state = _of_channels(call, value)
-    if num_groups % call.n or len(state.segments) > 1 or (state.width // num_groups) == 0:
-        raise NoRuleError(f"its {num_groups} groups do not divide by {call.n}")
-    rewrite = Rewrite(call.all_outputs(state), args=(value, num_groups // call.n, weight, bias, eps))
+    if num_groups % call.num_ranks or len(state.segments) > 1 or (state.width // num_groups) == 0:
+        raise NoRuleError(f"its {num_groups} groups do not divide by {call.num_ranks}")
+    rewrite = Rewrite(call.all_outputs(state), args=(value, num_groups // call.num_ranks, weight, bias, eps))
     _go_along(call, [weight, bias], state, rewrite)
     return rewrite
 

@@ -27,11 +27,11 @@ _MAX_SEGMENTS = 256
 # -- views ----------------------------------------------------------------------------------------------------------------
 
 
-def _local(shape: Sequence[int], state: Sharded, n: int) -> tuple[int, ...]:
+def _local(shape: Sequence[int], state: Sharded, num_ranks: int) -> tuple[int, ...]:
     """Returns the sizes that every rank's part has, to be written into a call."""
-    if not state.layout.is_even(n):
-        raise NoRuleError(f"names sizes, and {state.width} does not divide by {n}")
-    return (*shape[: state.dim], state.width // n, *shape[state.dim + 1 :])
+    if not state.layout.is_even(num_ranks):
+        raise NoRuleError(f"names sizes, and {state.width} does not divide by {num_ranks}")
+    return (*shape[: state.dim], state.width // num_ranks, *shape[state.dim + 1 :])
 
 
 def _reshape(call: Call) -> Rewrite:
@@ -40,11 +40,11 @@ def _reshape(call: Call) -> Rewrite:
         raise NoRuleError("shows the memory of a value that is split over the ranks in another dtype")
     if state is None:
         return Rewrite(call.all_outputs(None), target=Tensor.reshape, args=(call.args[0], new), enter=False)
-    moved = _regrouped(call.shape(call.args[0]), new, state, call.n)
-    return Rewrite(call.all_outputs(moved), target=Tensor.reshape, args=(call.args[0], _local(new, moved, call.n)))
+    moved = _regrouped(call.shape(call.args[0]), new, state, call.num_ranks)
+    return Rewrite(call.all_outputs(moved), target=Tensor.reshape, args=(call.args[0], _local(new, moved, call.num_ranks)))
 
 
-def _regrouped(old: Sequence[int], new: Sequence[int], state: Sharded, n: int) -> Sharded:
+def _regrouped(old: Sequence[int], new: Sequence[int], state: Sharded, num_ranks: int) -> Sharded:
     if math.prod(old) != math.prod(new) or math.prod(old) == 0:
         raise NoRuleError("shows the memory of a value that is split over the ranks in another dtype")
     (a, b), (c, d) = next(pair for pair in groups(old, new) if pair[0][0] <= state.dim < pair[0][1])
@@ -54,22 +54,22 @@ def _regrouped(old: Sequence[int], new: Sequence[int], state: Sharded, n: int) -
     if before * len(state.segments) > _MAX_SEGMENTS:
         raise NoRuleError(f"merges a dimension that is split over the ranks with {before} others before it")
     segments = tuple(size * after for size in state.segments) * before
-    found = place(segments, new[c:d], n)
+    found = place(segments, new[c:d], num_ranks)
     if found is not None:
         index, placed = found
         return replace(state, dim=c + index, segments=placed, spans=state.spans and before == 1 and index == 0)
-    raise _cannot_place(state, segments, new[c:d], n)
+    raise _cannot_place(state, segments, new[c:d], num_ranks)
 
 
-def _cannot_place(state: Sharded, segments: tuple[int, ...], dims: Sequence[int], n: int) -> Exception:
+def _cannot_place(state: Sharded, segments: tuple[int, ...], dims: Sequence[int], num_ranks: int) -> Exception:
     """Returns the error for a view that splits a dimension; with segments for each of the first of its parts it may work."""
     first = next((size for size in dims if size > 1), 1)
     if state.spans and sum(segments) % first == 0 and len(segments) < first:
         each = sum(segments) // first
-        if place((each,) * first, dims, n) is not None:
+        if place((each,) * first, dims, num_ranks) is not None:
             return NeedsCutsError(state.sources, (Fraction(i, first) for i in range(first)))
     parts = " x ".join(map(str, dims))
-    return NoRuleError(f"shows {sum(segments)} elements as {parts}, and {first} does not divide by {n}")
+    return NoRuleError(f"shows {sum(segments)} elements as {parts}, and {first} does not divide by {num_ranks}")
 
 
 def _expand(call: Call) -> Rewrite:
@@ -77,7 +77,7 @@ def _expand(call: Call) -> Rewrite:
     if state is None:
         return Rewrite(call.all_outputs(None), target=Tensor.expand, args=(call.args[0], new), enter=False)
     moved = state.at(state.dim + len(new) - len(call.shape(call.args[0])))
-    return Rewrite(call.all_outputs(moved), target=Tensor.expand, args=(call.args[0], _local(new, moved, call.n)))
+    return Rewrite(call.all_outputs(moved), target=Tensor.expand, args=(call.args[0], _local(new, moved, call.num_ranks)))
 
 
 def _repeat(call: Call) -> Rewrite:
@@ -167,7 +167,7 @@ def _split(call: Call) -> Rewrite:
     if any(bound not in state.bounds() for bound in bounds):
         raise state.needs(*bounds[:-1])
     parts = tuple(state.part(a, b) for a, b in itertools.pairwise(bounds))
-    local = [_local(shape, part, call.n)[state.dim] for shape, part in zip(call.outputs(), parts, strict=True) if shape]
+    local = [_local(shape, part, call.num_ranks)[state.dim] for shape, part in zip(call.outputs(), parts, strict=True) if shape]
     return Rewrite(parts, target=Tensor.split, args=(value, local, state.dim))
 
 
@@ -222,7 +222,7 @@ def _indexed(call: Call, state: Sharded, items: list[Any]) -> Rewrite:
             if isinstance(item, int):
                 start = item % state.width
                 raise state.needs(start, start + 1) if start + 1 < state.width else state.needs(start)
-            found, items[position] = _sliced(item, state, call.n)
+            found, items[position] = _sliced(item, state, call.num_ranks)
             found = found.at(new)
         old, new = old + consumed, new + made
     found = state.at(new + state.dim - old) if found is None else found
@@ -231,7 +231,7 @@ def _indexed(call: Call, state: Sharded, items: list[Any]) -> Rewrite:
     return Rewrite(call.all_outputs(found), target=Tensor.__getitem__, args=(call.args[0], tuple(items)))
 
 
-def _sliced(item: slice, state: Sharded, n: int) -> tuple[Sharded, slice]:
+def _sliced(item: slice, state: Sharded, num_ranks: int) -> tuple[Sharded, slice]:
     start, stop, step = item.indices(state.width)
     if (start, stop, step) == (0, state.width, 1):
         return state, slice(None)
@@ -240,9 +240,9 @@ def _sliced(item: slice, state: Sharded, n: int) -> tuple[Sharded, slice]:
     bounds = state.bounds()
     if start not in bounds or stop not in bounds:
         raise state.needs(*(b for b in (start, stop) if b < state.width))
-    if not state.layout.is_even(n):
-        raise NoRuleError(f"takes a part of {state.width} elements, which do not divide by {n}")
-    return state.part(start, stop), slice(start // n, stop // n)
+    if not state.layout.is_even(num_ranks):
+        raise NoRuleError(f"takes a part of {state.width} elements, which do not divide by {num_ranks}")
+    return state.part(start, stop), slice(start // num_ranks, stop // num_ranks)
 
 
 def _without_ellipsis(items: list[Any], rank: int, call: Call) -> list[Any]:
@@ -286,10 +286,9 @@ def _cat(call: Call) -> Rewrite:
         sliced = {part.register: Layout(first.dim, first.segments) for part in whole}
         return Rewrite(call.all_outputs(replace(first, sources=sources)), sliced=sliced)
     widths = {part.register: call.shape(part)[dim] for part in whole}
-    if any(width % call.n for width in widths.values()):
-        raise NoRuleError(
-            f"joins a value of {next(w for w in widths.values() if w % call.n)} elements, which do not divide by {call.n}"
-        )
+    odd = next((width for width in widths.values() if width % call.num_ranks), None)
+    if odd is not None:
+        raise NoRuleError(f"joins a value of {odd} elements, which do not divide by {call.num_ranks}")
     segments: tuple[int, ...] = ()
     for part in parts:
         state = call.state(part)
