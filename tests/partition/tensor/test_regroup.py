@@ -21,7 +21,7 @@ def test_dimensions_that_belong_together(old, new, expected):
 
 
 @pytest.mark.parametrize(
-    ("segments", "dims", "n", "expected"),
+    ("segments", "dims", "num_ranks", "expected"),
     [
         ((96,), (4, 24), 2, (0, (4,))),  # heads
         ((96,), (3, 32), 2, None),  # three of them
